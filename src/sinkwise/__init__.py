@@ -1,0 +1,49 @@
+"""sinkwise: find attention sinks, tell which mechanism each one is, and what answers it.
+
+Names are imported when they are first used: `import sinkwise` itself loads no torch.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "load": "hosts.load",
+    "text": "data.text",
+    "images": "data.images",
+    "scan": "scanning",
+    "Scan": "scanning",
+    "capture": "capturing",
+    "attention_sites": "hosts.sites",
+    "token_layout": "hosts.layouts",
+    "AttentionMask": "records",
+    "AttentionRecord": "records",
+    "AttentionSite": "records",
+    "TokenLayout": "layout",
+    "Rules": "rules",
+    "RelaxedRule": "rules",
+    "MeanRule": "rules",
+    "LiteralRule": "rules",
+    "MechanismRule": "rules",
+    "HeadRule": "rules",
+    "ModelRule": "rules",
+    "Verdict": "verdict",
+    "SinkwiseError": "errors",
+    "InputError": "errors",
+    "CaptureError": "errors",
+}
+
+__all__ = sorted([*_EXPORTS, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'sinkwise' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"sinkwise.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""Pure mathematics of attention: tensors in, tensors out."""

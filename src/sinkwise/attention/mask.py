@@ -1,0 +1,87 @@
+"""What a mask hides and adds, whole or one tile at a time."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkwise.records import AttentionMask
+
+
+def is_hidden(additive: Float[Tensor, "..."]) -> Bool[Tensor, "..."]:
+    """True where an additive bias hides a key: -inf, or half the dtype's lowest value and below."""
+    return additive <= torch.finfo(additive.dtype).min / 2
+
+
+def causal_tile(mask: AttentionMask, rows: range, keys: range, device: torch.device) -> Tensor:
+    """Bool [query key]: what causality and the window leave visible in one tile."""
+    query = torch.arange(rows.start, rows.stop, device=device)[:, None] + mask.offset
+    key = torch.arange(keys.start, keys.stop, device=device)[None, :]
+    visible = key <= query
+    if mask.window is not None:
+        visible &= key > query - mask.window
+    return visible
+
+
+def _part(tensor: Tensor, rows: range, keys: range) -> Tensor:
+    """The tile of a broadcastable mask tensor."""
+    if tensor.shape[-2] != 1:
+        tensor = tensor[..., rows.start : rows.stop, :]
+    if tensor.shape[-1] != 1:
+        tensor = tensor[..., keys.start : keys.stop]
+    return tensor
+
+
+def key_range(mask: AttentionMask, rows: range, num_keys: int) -> range:
+    """The keys that any of these queries can see by position (the rest needs no arithmetic)."""
+    if not mask.causal:
+        return range(num_keys)
+    stop = min(num_keys, max(0, rows.stop + mask.offset))
+    start = 0
+    if mask.window is not None:
+        start = min(stop, max(0, rows.start + mask.offset - mask.window + 1))
+    return range(start, stop)
+
+
+def visible_tile(
+    mask: AttentionMask, rows: range, keys: range, device: torch.device
+) -> Bool[Tensor, "#batch #head #query #key"]:
+    """True where a query of `rows` sees a key of `keys`."""
+    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    if mask.causal:
+        visible = visible & causal_tile(mask, rows, keys, device)
+    if mask.allowed is not None:
+        visible = visible & _part(mask.allowed, rows, keys).to(device)
+    if mask.additive is not None:
+        visible = visible & ~is_hidden(_part(mask.additive, rows, keys).to(device))
+    return visible
+
+
+def bias_tile(
+    mask: AttentionMask, rows: range, keys: range, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "#batch #head #query #key"] | None:
+    """What to add to one tile of scores: the additive part, and -inf where hidden; None if nothing.
+
+    Tiles that lie wholly below a causal diagonal need no bias, which is most of them.
+    """
+    below = mask.causal and keys.stop - 1 <= rows.start + mask.offset
+    if below and mask.window is not None:
+        below = keys.start > rows.stop - 1 + mask.offset - mask.window
+    if (below or not mask.causal) and mask.allowed is None and mask.additive is None:
+        return None
+    bias = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
+    if mask.additive is not None:
+        additive = _part(mask.additive, rows, keys).to(device)
+        bias = additive.to(dtype).masked_fill(is_hidden(additive), -torch.inf)
+    if mask.allowed is not None:
+        bias = torch.where(_part(mask.allowed, rows, keys).to(device), bias, -torch.inf)
+    if mask.causal and not below:
+        bias = torch.where(causal_tile(mask, rows, keys, device), bias, -torch.inf)
+    return bias
+
+
+def visibility(
+    mask: AttentionMask, batch: int, head: int, query: int, key: int, device: torch.device | str
+) -> Bool[Tensor, "batch head query key"]:
+    """The whole map of what is visible, for references and tests."""
+    tile = visible_tile(mask, range(query), range(key), torch.device(device))
+    return tile.expand(batch, head, query, key)

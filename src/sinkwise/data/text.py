@@ -1,0 +1,167 @@
+"""Text files as windows of tokens."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sinkwise.errors import InputError
+
+PIECE_CHARACTERS = 1 << 16
+"""How much of a file is tokenized at once, so that a huge one is not read for a few samples."""
+
+# Between two words no pre-tokenizer joins what stands left and right of the space. Elsewhere
+# some do: Llama 3's takes the newlines after a full stop into the same token.
+_BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
+_BEFORE_SPACE = re.compile(r"(?<=\S)(?=\s)")
+
+
+@dataclass(frozen=True)
+class TextInputs:
+    """Consecutive windows of one text, none overlapping; nothing is read before `batches`."""
+
+    path: Path
+    """A UTF-8 text file."""
+    length: int
+    """Tokens of a window, the tokenizer's special tokens included."""
+    samples: int
+    """Windows at the most; a shorter text gives fewer."""
+    batch_size: int
+    """Windows of a batch; the last batch may be smaller."""
+
+    @property
+    def max_batches(self) -> int:
+        """Batches that a text which is long enough gives; known without reading it."""
+        return -(-self.samples // self.batch_size)
+
+    def batches(self, tokenizer: Any) -> Iterator[dict[str, Int[Tensor, "batch key"]]]:
+        """Batches of `input_ids` and an `attention_mask` of ones, both int64.
+
+        Each window stands between the special tokens that `tokenizer` itself puts around a text.
+
+        Raises InputError for a file that is not UTF-8 text, for a text shorter than one window,
+        and for a `length` that leaves no room between the special tokens.
+        """
+        prefix, suffix = _around(tokenizer)
+        room = self.length - len(prefix) - len(suffix)
+        if room < 1:
+            raise InputError(
+                f"length={self.length} leaves no room for text beside the tokenizer's "
+                f"{len(prefix) + len(suffix)} special tokens"
+            )
+        windows = islice(_windows(self.path, tokenizer, room), self.samples)
+        for rows in _batched(windows, self.batch_size):
+            ids = torch.tensor([[*prefix, *row, *suffix] for row in rows], dtype=torch.int64)
+            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def text(
+    path: str | Path, *, length: int = 1024, samples: int = 8, batch_size: int = 1
+) -> TextInputs:
+    """Up to `samples` windows of `length` tokens from the start of a UTF-8 text file.
+
+    Raises InputError for a path that is no readable text file, a length below 2, and samples or
+    a batch size below 1.
+    """
+    if length < 2:
+        raise InputError(f"length={length} is too short: a window has at least 2 tokens")
+    for name, value in (("samples", samples), ("batch_size", batch_size)):
+        if value < 1:
+            raise InputError(f"{name}={value} is too small: it is at least 1")
+    file = Path(path)
+    if file.is_dir():
+        raise InputError(f"text {str(path)!r} is a folder: a text file is right")
+    try:
+        with open(file, "rb") as opened:
+            head = opened.read(4096)
+    except FileNotFoundError as error:
+        raise InputError(f"text {str(path)!r} does not exist") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"text {str(path)!r} cannot be read: {error}") from error
+    if b"\0" in head:
+        raise InputError(f"text {str(path)!r} is a binary file: UTF-8 text is right")
+    return TextInputs(file, length, samples, batch_size)
+
+
+def _batched(windows: Iterator[list[int]], size: int) -> Iterator[list[list[int]]]:
+    while batch := list(islice(windows, size)):
+        yield batch
+
+
+def _windows(path: Path, tokenizer: Any, room: int) -> Iterator[list[int]]:
+    waiting: list[int] = []
+    found = False
+    for piece in _pieces(path, drop_space=_drops_space(tokenizer)):
+        waiting += _ids(tokenizer, piece)
+        whole = len(waiting) // room
+        for index in range(whole):
+            found = True
+            yield waiting[index * room : (index + 1) * room]
+        del waiting[: whole * room]
+    if not found:
+        raise InputError(
+            f"text {str(path)!r} has {len(waiting)} tokens, fewer than the {room} that one sample "
+            "takes: lower the length or give a longer text"
+        )
+
+
+def _pieces(path: Path, *, drop_space: bool) -> Iterator[str]:
+    """The text in pieces that end between two words, as near to `PIECE_CHARACTERS` as may be."""
+    rest = ""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            while read := file.read(PIECE_CHARACTERS):
+                if "\0" in read:
+                    raise InputError(f"text {str(path)!r} is a binary file: UTF-8 text is right")
+                rest += read
+                if len(read) < PIECE_CHARACTERS:  # the file ends here
+                    break
+                end = _cut(rest)
+                yield rest[:end]
+                rest = rest[end + 1 :] if drop_space and rest[end : end + 1] == " " else rest[end:]
+    except UnicodeDecodeError as error:
+        raise InputError(f"text {str(path)!r} is not UTF-8: {error.reason}") from error
+    except OSError as error:
+        raise InputError(f"text {str(path)!r} cannot be read: {error}") from error
+    if rest:
+        yield rest
+
+
+def _cut(piece: str) -> int:
+    """Where to end `piece`: at its last place between words, else before white space, else never.
+
+    Text without any white space is cut where it ends, possibly inside a word.
+    """
+    for pattern in (_BETWEEN_WORDS, _BEFORE_SPACE):
+        # The last place lies near the end in nearly every text: look there first.
+        for start in (max(0, len(piece) - 1024), 0):
+            places = [match.start() for match in pattern.finditer(piece, start)]
+            if places:
+                return places[-1]
+    return len(piece)
+
+
+def _ids(tokenizer: Any, piece: str, *, special: bool = False) -> list[int]:
+    return tokenizer(piece, add_special_tokens=special, verbose=False)["input_ids"]
+
+
+def _drops_space(tokenizer: Any) -> bool:
+    """True for tokenizers that put a space of their own before any text (SentencePiece)."""
+    whole = _ids(tokenizer, "word word")
+    word = _ids(tokenizer, "word")
+    return whole != word + _ids(tokenizer, " word") and whole == word + word
+
+
+def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before and after a text."""
+    bare, full = _ids(tokenizer, "word"), _ids(tokenizer, "word", special=True)
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start], full[start + len(bare) :]
+    raise InputError("the tokenizer changes a text between its special tokens: it cannot be used")

@@ -1,0 +1,1 @@
+"""Foreign models: where their attention lives, what their tokens are, how they are loaded."""

@@ -1,0 +1,104 @@
+"""How a model is fed: which of its towers takes the inputs, and by which arguments."""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkwise.data.images import ImageInputs
+from sinkwise.data.text import TextInputs
+from sinkwise.errors import InputError
+from sinkwise.hosts.source import source_of
+
+
+def batches_for(model: nn.Module, inputs: Any) -> Iterator[Any]:
+    """Batches of text or pictures as this model wants them; any other iterable as it is.
+
+    Raises InputError where the model has no tokenizer for text, or takes no pictures.
+    """
+    source = source_of(model)
+    if isinstance(inputs, TextInputs):
+        if source is None or source.tokenizer is None:
+            raise InputError(
+                f"text needs the model's own tokenizer, and {type(model).__name__} has none; give "
+                "a model loaded with sinkwise.load, pictures, or batches of token ids"
+            )
+        return inputs.batches(source.tokenizer)
+    if isinstance(inputs, ImageInputs):
+        if source is None or source.image is None:
+            raise InputError(
+                f"{type(model).__name__} has no image preprocessing: it is no vision model that "
+                "sinkwise.load knows; give text, or batches of pixel tensors"
+            )
+        return inputs.batches(source.image)
+    if isinstance(inputs, Tensor | dict | str) or not isinstance(inputs, Iterable):
+        raise InputError(
+            f"batches is a {type(inputs).__name__}; it is sinkwise.text(...), sinkwise.images(...) "
+            "or a list of what the model takes (tensor, tuple or dict)"
+        )
+    return iter(inputs)
+
+
+def tower(model: nn.Module, inputs: Any) -> nn.Module:
+    """The part of a model that takes the inputs: a two-tower model's vision tower for pictures."""
+    if isinstance(inputs, ImageInputs) and getattr(model, "main_input_name", "") != "pixel_values":
+        return getattr(model, "vision_model", model)
+    if isinstance(inputs, TextInputs) and hasattr(model, "vision_model"):
+        return getattr(model, "text_model", model)
+    return model
+
+
+def call(model: nn.Module, batch: Any) -> None:
+    """Run the model on a batch: a tensor, a tuple of its arguments, or a dict of them by name.
+
+    Nothing that attention does not need is asked for: no cache, one position's logits.
+    """
+    if isinstance(batch, Tensor):
+        name = getattr(model, "main_input_name", None)
+        batch = {name: batch} if isinstance(name, str) else (batch,)
+    if isinstance(batch, tuple | list):
+        model(*batch)
+        return
+    accepted = inspect.signature(model.forward).parameters
+    spare = {"use_cache": False, "logits_to_keep": 1}
+    model(**{**{key: value for key, value in spare.items() if key in accepted}, **batch})
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch on the model's device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, dict):
+        return {key: moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(moved(value, device) for value in batch)
+    return batch
+
+
+def cast(batch: Any, dtype: torch.dtype) -> Any:
+    """Pixels in the model's own precision."""
+    if isinstance(batch, Tensor) and batch.is_floating_point():
+        return batch.to(dtype)
+    return batch
+
+
+def first_sample(batch: Any, size: int) -> Any:
+    """The batch cut to its first sample."""
+    if isinstance(batch, Tensor):
+        return batch[:1] if batch.dim() and batch.shape[0] == size else batch
+    if isinstance(batch, dict):
+        return {key: first_sample(value, size) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(first_sample(value, size) for value in batch)
+    return batch
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples: the length of the first tensor."""
+    values = batch.values() if isinstance(batch, dict) else batch
+    for value in [batch] if isinstance(batch, Tensor) else values:
+        if isinstance(value, Tensor) and value.dim():
+            return value.shape[0]
+    raise InputError("a batch holds no tensor; it is a tensor, a tuple or a dict with tensors")

@@ -1,0 +1,85 @@
+"""The token layout of a batch: from the model's own tokens, its tokenizer and the inputs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkwise.layout import TokenLayout, code
+
+_CLASS = ("cls_token", "class_embedding", "class_token", "dist_token", "distillation_token")
+_REGISTERS = ("reg_token", "register_tokens", "reg_tokens", "storage_tokens")
+
+
+def token_layout(model: nn.Module, batch: Any, tokenizer: Any | None = None) -> TokenLayout | None:
+    """The layout of the sequence that `model` makes of `batch` (a tensor, tuple or dict).
+
+    None where neither pictures [batch channel height width] nor token ids [batch token] are found.
+    """
+    pixels = _find(batch, ("pixel_values", "x", "image"), 4, floating=True)
+    ids = _find(batch, ("input_ids",), 2, floating=False)
+    if ids is not None:
+        mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+        return _text(model, ids, mask, tokenizer)
+    return None if pixels is None else _image(model, pixels)
+
+
+def _find(batch: Any, names: tuple[str, ...], dims: int, floating: bool) -> Tensor | None:
+    """The named entry of a dict, or the first entry of a tensor or tuple, if it is of that form."""
+    if isinstance(batch, dict):
+        candidates = [batch[name] for name in names if name in batch]
+    else:
+        candidates = list(batch[:1]) if isinstance(batch, tuple | list) else [batch]
+    for value in candidates:
+        fits = isinstance(value, Tensor) and value.dim() == dims
+        if fits and value.is_floating_point() == floating:
+            return value
+    return None
+
+
+def _image(model: nn.Module, pixels: Tensor) -> TokenLayout | None:
+    """Class tokens, registers, then patches: the order of every family known here."""
+    patch = patch_size(model)
+    if patch is None:
+        return None
+    prefix: list[str] = []
+    for names, kind in ((_CLASS, "cls"), (_REGISTERS, "register")):
+        for name, parameter in model.named_parameters():
+            if name.rpartition(".")[2] in names:
+                prefix += [kind] * (parameter.shape[-2] if parameter.dim() > 1 else 1)
+    grid = (pixels.shape[-2] // patch[0], pixels.shape[-1] // patch[1])
+    return TokenLayout.of_image(pixels.shape[0], prefix=tuple(prefix), grid=grid)
+
+
+def patch_size(model: nn.Module) -> tuple[int, int] | None:
+    """Height and width of a patch: the first convolution whose stride is its kernel."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride:
+            return (int(module.kernel_size[0]), int(module.kernel_size[1]))
+    return None
+
+
+def _text(model: nn.Module, ids: Tensor, mask: Tensor | None, tokenizer: Any | None) -> TokenLayout:
+    config = getattr(model, "config", None)
+    special = set(getattr(tokenizer, "all_special_ids", ()) or ())
+    for name in ("bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id"):
+        value = getattr(config, name, None)
+        special |= {value} if isinstance(value, int) else set(value or ())
+    cls = getattr(tokenizer, "cls_token_id", None)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None:
+        bos = getattr(config, "bos_token_id", None)
+    codes = torch.full(ids.shape, code("text"), dtype=torch.int64)
+    cpu = ids.detach().cpu()
+    if special:
+        codes[torch.isin(cpu, torch.tensor(sorted(special)))] = code("special")
+    real = torch.ones(ids.shape, dtype=torch.bool)
+    if mask is not None and mask.shape == ids.shape:
+        real = mask.detach().cpu() != 0
+    first = (real.cumsum(dim=-1) == 1) & real
+    if isinstance(bos, int):
+        codes[first & (cpu == bos)] = code("bos")
+    if isinstance(cls, int):
+        codes[first & (cpu == cls)] = code("cls")
+    codes[~real] = code("pad")
+    return TokenLayout(codes)

@@ -1,0 +1,199 @@
+"""Which weights belong to which head, whatever way a model stores them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from sinkwise.hosts.blocks import clean
+from sinkwise.records import AttentionSite
+
+_SEPARATE = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+)
+_OUTPUT = ("o_proj", "out_proj", "dense", "out_lin")
+_HEAD_DIM = ("head_dim", "attention_head_size", "head_size")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads")
+_NORM = ("norm1", "layernorm_before", "input_layernorm", "ln_1", "layer_norm1")
+_LAYER_SCALE = ("ls1.gamma", "layer_scale1.lambda1", "gamma_1", "lambda_1")
+_INTERLEAVED = ("GPTNeoXAttention", "BloomAttention")
+"""Classes whose fused rows are [head, (q k v), head_dim], not [(q k v), head, head_dim]."""
+
+Weights = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def attention_sites(model: nn.Module) -> dict[str, AttentionSite]:
+    """The sites of a model by the path of the module whose forward attends, views of its weights.
+
+    Layouts known here: separate q/k/v linears (transformers' decoders and encoders, with grouped
+    heads), timm's fused `qkv`, GPT-2's transposed `c_attn`, GPT-NeoX' and BLOOM's interleaved
+    `query_key_value`, and `nn.MultiheadAttention`. Other modules have no entry.
+    """
+    sites: dict[str, AttentionSite] = {}
+    modules = {clean(name): module for name, module in model.named_modules()}
+    for name, module in modules.items():
+        for layout in (_multihead, _separate, _timm, _conv1d, _interleaved):
+            weights = layout(module, modules.get(_parent(name)))
+            if weights is not None:
+                q, k, v, o = weights
+                sites[name] = AttentionSite(
+                    name=name,
+                    q=q,
+                    k=k,
+                    v=v,
+                    o=o,
+                    layer_scale=_near(modules, name, _layer_scale),
+                    input_gain=_near(modules, name, _input_gain),
+                )
+                break
+    return sites
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0] if name else "?"
+
+
+def _attribute(module: object, path: str) -> object:
+    for part in path.split("."):
+        module = getattr(module, part, None)
+    return module
+
+
+def _first_int(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    for source in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(source, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _heads(weight: Tensor, width: int) -> Tensor:
+    """[head, width, dim] from a linear's [head * width, dim]."""
+    return weight.detach().unflatten(0, (-1, width))
+
+
+def _output(weight: Tensor, heads: int) -> Tensor | None:
+    """[head, out_dim, value_dim] from an output linear's [out_dim, head * value_dim]."""
+    if weight.shape[1] % heads:
+        return None
+    return weight.detach().unflatten(1, (heads, -1)).transpose(0, 1)
+
+
+def _matrix(module: object) -> Tensor | None:
+    """The [out, in] weight of a linear map; transformers' Conv1D stores it transposed."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    if isinstance(module, nn.Linear):
+        return weight.detach()
+    return weight.detach().T if type(module).__name__ == "Conv1D" else None
+
+
+def _multihead(module: nn.Module, _: nn.Module | None) -> Weights | None:
+    if not isinstance(module, nn.MultiheadAttention):
+        return None
+    if module.in_proj_weight is not None:
+        parts = tuple(module.in_proj_weight.chunk(3))
+    else:
+        parts = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    q, k, v = (_heads(part, module.head_dim) for part in parts)
+    return q, k, v, _output(module.out_proj.weight, module.num_heads)
+
+
+def _separate(module: nn.Module, parent: nn.Module | None) -> Weights | None:
+    for names in _SEPARATE:
+        q, k, v = (_matrix(getattr(module, name, None)) for name in names)
+        if q is None or k is None or v is None:
+            continue
+        width = _first_int(module, _HEAD_DIM)
+        if width is None:
+            given = _first_int(module, _HEADS)
+            width = q.shape[0] // given if given else None
+        if not width or q.shape[0] % width or k.shape[0] % width:
+            return None
+        heads, kv_heads = q.shape[0] // width, k.shape[0] // width
+        if heads % kv_heads or v.shape[0] % kv_heads:
+            return None
+        # BERT and its kin keep the output projection in a sibling: attention.output.dense.
+        outputs = [getattr(module, name, None) for name in _OUTPUT]
+        outputs += [_attribute(parent, "output.dense"), getattr(module, "proj", None)]
+        o = next((w for w in map(_matrix, outputs) if w is not None), None)
+        values = _heads(v, v.shape[0] // kv_heads)
+        if o is not None and o.shape[1] != heads * values.shape[1]:
+            return None  # the query projection carries something else too (an output gate)
+        return _heads(q, width), _heads(k, width), values, None if o is None else _output(o, heads)
+    return None
+
+
+def _fused(module: nn.Module, name: str, output: str, order: str) -> Weights | None:
+    """One projection for all three; `order` says what its rows list first."""
+    fused, out = _matrix(getattr(module, name, None)), _matrix(getattr(module, output, None))
+    heads = _first_int(module, _HEADS)
+    if fused is None or out is None or not heads or fused.shape[0] % (3 * heads):
+        return None
+    if order == "head qkv":
+        q, k, v = fused.unflatten(0, (heads, 3, -1)).unbind(1)
+    else:
+        q, k, v = fused.unflatten(0, (3, heads, -1)).unbind(0)
+    return q, k, v, _output(out, heads)
+
+
+def _timm(module: nn.Module, _: nn.Module | None) -> Weights | None:
+    if not type(module).__module__.startswith("timm.") or getattr(module, "gate", None) is not None:
+        return None
+    return _fused(module, "qkv", "proj", "qkv head")
+
+
+def _conv1d(module: nn.Module, _: nn.Module | None) -> Weights | None:
+    if type(getattr(module, "c_attn", None)).__name__ != "Conv1D":
+        return None
+    return _fused(module, "c_attn", "c_proj", "qkv head")
+
+
+def _interleaved(module: nn.Module, _: nn.Module | None) -> Weights | None:
+    if type(module).__name__ not in _INTERLEAVED:
+        return None
+    return _fused(module, "query_key_value", "dense", "head qkv")
+
+
+def _near(
+    modules: dict[str, nn.Module], name: str, find: Callable[[nn.Module], Tensor | None]
+) -> Tensor | None:
+    """What `find` sees in the nearest ancestors, no further than the block's own list."""
+    while name:
+        name = _parent(name)
+        owner = modules.get(name)
+        if owner is None or isinstance(owner, nn.ModuleList | nn.Sequential):
+            return None
+        found = find(owner)
+        if found is not None:
+            return found
+    return None
+
+
+def _layer_scale(block: nn.Module) -> Tensor | None:
+    for path in _LAYER_SCALE:
+        value = _attribute(block, path)
+        if isinstance(value, Tensor) and value.dim() == 1:
+            return value.detach()
+    return None
+
+
+def _input_gain(block: nn.Module) -> Tensor | None:
+    """Per-channel gain of a pre-norm block's first norm."""
+    for name in _NORM:
+        norm = getattr(block, name, None)
+        weight = getattr(norm, "weight", None)
+        if isinstance(norm, nn.Module) and isinstance(weight, Tensor) and weight.dim() == 1:
+            return weight.detach() if isinstance(norm, nn.LayerNorm) else _measured(norm, weight)
+    return None
+
+
+@torch.no_grad()
+def _measured(norm: nn.Module, weight: Tensor) -> Tensor:
+    """The gain as the norm applies it (Gemma's is 1 + weight): its answer to a row of ones."""
+    ones = torch.ones(1, 1, weight.shape[0], dtype=weight.dtype, device=weight.device)
+    return (norm(ones) - norm(-ones))[0, 0] / 2

@@ -1,0 +1,61 @@
+"""What every position of a sequence is: the token layout."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+KINDS = ("cls", "register", "patch", "bos", "text", "special", "pad", "other")
+"""The kinds of token, in the order of their codes. `other` is a position nobody could name."""
+
+
+def code(kind: str) -> int:
+    """The integer that stands for `kind` in a layout's codes."""
+    return KINDS.index(kind)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """The kind of each position of each sample, and the patch grid of images.
+
+    It comes from the model, its tokenizer and the inputs, never from a length.
+    """
+
+    codes: Int[Tensor, "batch key"]
+    """Index into `KINDS` of each position."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of the patches, for images."""
+
+    @classmethod
+    def uniform(cls, kind: str, batch: int, length: int) -> "TokenLayout":
+        """A layout whose positions are all of one kind."""
+        return cls(torch.full((batch, length), code(kind), dtype=torch.int64))
+
+    @classmethod
+    def of_image(
+        cls, batch: int, *, prefix: tuple[str, ...], grid: tuple[int, int], suffix: int = 0
+    ) -> "TokenLayout":
+        """Prefix tokens by kind, then `grid` patches, then `suffix` registers."""
+        kinds = [*prefix, *["patch"] * (grid[0] * grid[1]), *["register"] * suffix]
+        row = torch.tensor([code(kind) for kind in kinds], dtype=torch.int64)
+        return cls(row.expand(batch, -1), grid)
+
+    @property
+    def batch(self) -> int:
+        """The number of samples."""
+        return self.codes.shape[0]
+
+    @property
+    def length(self) -> int:
+        """The number of positions of each sample."""
+        return self.codes.shape[1]
+
+    @property
+    def real(self) -> Bool[Tensor, "batch key"]:
+        """True where a token is no padding, so counts as query and as key."""
+        return self.codes != code("pad")
+
+    def kind(self, sample: int, token: int) -> str:
+        """The kind of one position."""
+        return KINDS[int(self.codes[sample, token])]

@@ -1,0 +1,62 @@
+"""The figure of a scan: layers x heads, coloured by verdict."""
+
+from typing import Any
+
+from sinkwise.scanning import Scan
+
+COLORS = {
+    "nop": "#3b6fb6",
+    "broadcast": "#d1495b",
+    "mixed": "#8d5fa8",
+    "unclassified": "#9aa0a6",
+    "none": "#f1f3f4",
+}
+"""Colour of each verdict, told apart also without red and green."""
+
+
+def heads_figure(scan: Scan) -> Any:
+    """An Altair chart: one cell a head, its colour the verdict, its depth the share of inputs."""
+    import altair as alt
+
+    frame = scan.heads.select("layer", "head", "verdict", "sink_share")
+    rows = [{**row, "sink_share": row["sink_share"] or 0.0} for row in frame.iter_rows(named=True)]
+    domain = list(COLORS)
+    heads, layers = frame["head"].n_unique(), frame["layer"].n_unique()
+    cell = max(8, min(26, 900 // max(layers, heads)))
+    return (
+        alt.Chart(
+            alt.Data(values=rows),
+            title=alt.Title(
+                f"Attention sinks of {scan.meta['model']}",
+                subtitle=f"{scan.meta['samples']} samples; deep colour: sinks on all of them",
+            ),
+        )
+        .mark_rect(stroke="white", strokeWidth=1)
+        .encode(
+            x=alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0)),
+            y=alt.Y("layer:O", title="layer"),
+            color=alt.Color(
+                "verdict:N",
+                title="verdict",
+                scale=alt.Scale(domain=domain, range=[COLORS[name] for name in domain]),
+            ),
+            opacity=alt.condition(
+                "datum.verdict == 'none'",
+                alt.value(1.0),
+                alt.Opacity(
+                    "sink_share:Q",
+                    scale=alt.Scale(domain=[0, 1], range=[0.25, 1]),
+                    legend=None,
+                ),
+            ),
+        )
+        .properties(width=cell * heads, height=cell * layers)
+        .configure_view(stroke=None)
+    )
+
+
+def png(chart: Any, scale: float = 2.0) -> bytes:
+    """A chart as PNG bytes, without a browser."""
+    import vl_convert
+
+    return vl_convert.vegalite_to_png(chart.to_json(), scale=scale)
