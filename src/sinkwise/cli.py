@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,9 @@ from sinkwise.errors import InputError, SinkwiseError
 
 if TYPE_CHECKING:
     from sinkwise.scanning import Scan
+
+DEFAULT_LENGTH = 1024
+"""Tokens of a text sample, where the model has as many positions."""
 
 app = typer.Typer(
     help="Find attention sinks, tell which mechanism each is, and what answers it.",
@@ -31,11 +35,14 @@ def _root() -> None:
 def diagnose(
     model: Annotated[
         str,
-        typer.Argument(help="hf:NAME, timm:NAME, pypi:NAME, demo:NAME or a local folder."),
+        typer.Argument(help="hf:NAME, timm:NAME, pypi:NAME or a local folder."),
     ],
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text file to read.")] = None,
     images: Annotated[Path | None, typer.Option(help="A folder of pictures to look at.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a text sample.")] = 1024,
+    length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a text sample; default: 1024, or all the model has."),
+    ] = None,
     size: Annotated[
         int | None, typer.Option(help="Pixels of a picture's side; default: the model's own.")
     ] = None,
@@ -53,24 +60,30 @@ def diagnose(
     with _mistakes():
         from sinkwise.data.images import images as image_inputs
         from sinkwise.data.text import text as text_inputs
+        from sinkwise.hosts.inputs import position_limit
         from sinkwise.hosts.load import load
         from sinkwise.rules import Rules
         from sinkwise.scanning import check_target, scan
 
-        if (text is None) == (images is None) and not model.startswith("demo:"):
+        if (text is None) == (images is None):
             raise InputError("give either --text FILE or --images DIR")
+        if images is not None and length is not None:
+            raise InputError("--length is for --text; pictures have --size")
+        if text is not None and size is not None:
+            raise InputError("--size is for --images; texts have --length")
         rules = Rules.named(rule)
         check_target(out)
         inputs: Any
         if text is not None:
-            inputs = text_inputs(text, length=length, samples=samples, batch_size=batch_size)
+            inputs = text_inputs(
+                text, length=length or DEFAULT_LENGTH, samples=samples, batch_size=batch_size
+            )
         elif images is not None:
             inputs = image_inputs(images, samples=samples, batch_size=batch_size, size=size)
-        else:
-            from sinkwise.synthetic.shipped import shipped
-
-            inputs = [shipped(model.removeprefix("demo:"))[1]]
         module = load(model, dtype=dtype, device=device)
+        if text is not None and length is None:
+            longest = position_limit(module) or DEFAULT_LENGTH
+            inputs = replace(inputs, length=min(DEFAULT_LENGTH, longest))
         with _progress("measuring", samples, quiet=as_json) as update:
             result = scan(module, inputs, rules=rules, progress=update)
         _publish(result, out, as_json)

@@ -182,7 +182,8 @@ class HeadRule:
         """The verdict of each row of a heads frame."""
         both = pl.col("nop_share") + pl.col("broadcast_share")
         return (
-            pl.when(pl.col("sink_share") < self.min_sink_share)
+            # Null where no sample could be read: no sink was seen there.
+            pl.when(pl.col("sink_share").fill_null(0.0) < self.min_sink_share)
             .then(pl.lit("none"))
             .when(pl.col("nop_share") >= self.majority)
             .then(pl.lit("nop"))

@@ -60,7 +60,8 @@ class Scan:
 
     def verdict(self) -> Verdict:
         """Which mechanisms dominate where, and what to do about it."""
-        return judge(self.heads, self.events, ModelRule(**self.meta["rules"]["model"]))
+        rule = ModelRule(**self.meta["rules"]["model"])
+        return judge(self.heads, self.events, self.layers, rule)
 
     def save(self, directory: str | Path) -> Path:
         """Write {events,heads,layers}.parquet and scan.json into `directory`, all or nothing.

@@ -20,6 +20,9 @@ ADVICE: dict[str, str] = {
 }
 """What each prescription means."""
 
+WORTH_SAYING = 0.15
+"""Mean attention to the first token that is mentioned even where no rule is met."""
+
 _VERDICTS = ("nop", "broadcast", "mixed", "unclassified")
 _WORDS = {"nop": "NOP"}
 _DEPTHS = ("early", "middle", "deep")
@@ -41,7 +44,9 @@ class Verdict:
         return ADVICE[self.prescription]
 
 
-def judge(heads: pl.DataFrame, events: pl.DataFrame, rule: ModelRule) -> Verdict:
+def judge(
+    heads: pl.DataFrame, events: pl.DataFrame, layers: pl.DataFrame, rule: ModelRule
+) -> Verdict:
     """Weigh the heads of a scan.
 
     Heads that do nothing by way of a sink ask for a gate, on whatever token; heads that broadcast
@@ -60,6 +65,7 @@ def judge(heads: pl.DataFrame, events: pl.DataFrame, rule: ModelRule) -> Verdict
         )
     if len(sinks) < max(1, rule.min_head_share * total):
         evidence.insert(0, f"{len(sinks)} of {total} heads have a sink: nothing to answer.")
+        evidence += _near_miss(layers)
         return Verdict("none", tuple(evidence), depths)
     evidence.insert(0, _summary(sinks, total))
     evidence += _token_lines(sinks, events)
@@ -82,11 +88,11 @@ def judge(heads: pl.DataFrame, events: pl.DataFrame, rule: ModelRule) -> Verdict
                 "thresholds or the updates have more than one direction."
             )
         return Verdict("none", tuple(evidence), depths)
-    share = len(does_nothing) / (len(does_nothing) + moved)
+    answered = len(does_nothing) + moved
     prescription: Prescription = "gate+registers"
-    if share >= rule.dominance:
+    if len(does_nothing) / answered >= rule.dominance:
         prescription = "gate"
-    elif share <= 1 - rule.dominance:
+    elif moved / answered >= rule.dominance:
         prescription = "registers"
     return Verdict(prescription, tuple(evidence), depths)
 
@@ -146,6 +152,18 @@ def _summary(sinks: pl.DataFrame, total: int) -> str:
         f"{len(sinks)} of {total} heads ({len(sinks) / total:.0%}) have a sink: {parts}; "
         f"half of them on at least {inputs:.0%} of the inputs."
     )
+
+
+def _near_miss(layers: pl.DataFrame) -> list[str]:
+    """Where the first token gets much attention that the event rule does not call a sink."""
+    row = layers.sort("received_first", descending=True, nulls_last=True).row(0, named=True)
+    if not row["received_first"] >= WORTH_SAYING:
+        return []
+    return [
+        f"The first token receives {row['received_first']:.2f} of the attention in layer "
+        f"{row['layer']}, but too few queries agree for the event rule; `--rule mean` judges the "
+        "mean alone."
+    ]
 
 
 def _token_lines(sinks: pl.DataFrame, events: pl.DataFrame) -> list[str]:

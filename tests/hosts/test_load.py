@@ -162,16 +162,11 @@ def test_a_folder_without_weights_says_what_it_has(bert, name):
         load(str(bert))
 
 
-def test_a_weights_only_pickle_is_read(bert):
+def test_safetensors_win_over_a_pickle_and_a_weights_only_pickle_is_read(bert):
+    torch.save({}, bert / "pytorch_model.bin")
+    assert isinstance(load(str(bert)), hf.BertModel)  # a warning, so an error, if the pickle won
     as_pickle(bert)
     assert isinstance(load(str(bert)), hf.BertModel)
-
-
-def test_safetensors_win_over_a_pickle(bert):
-    torch.save({}, bert / "pytorch_model.bin")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load(str(bert))
 
 
 class Evil:
@@ -331,23 +326,22 @@ def in_hub_cache(cache, name, model):
     """Lay `model` out as huggingface_hub stores a download."""
     revision = "0" * 40
     root = cache / f"models--{name.replace('/', '--')}"
-    model.save_pretrained(root / "snapshots" / revision)
-    (root / "refs").mkdir()
+    (root / "refs").mkdir(parents=True)
     (root / "refs" / "main").write_text(revision)
+    model.save_pretrained(root / "snapshots" / revision)
     return root / "snapshots" / revision
 
 
 HUB = """
 import sys
-from sinkwise.errors import InputError
 from sinkwise.hosts.load import load
 from sinkwise.hosts.source import source_of
 for name in sys.argv[1:]:
     try:
         model = load("hf:" + name)
         print(type(model).__name__, source_of(model).spec, source_of(model).image)
-    except InputError as error:
-        print("InputError", error)
+    except ValueError as error:
+        print(type(error).__name__, error)
 """
 
 
@@ -359,7 +353,7 @@ def test_the_hubs_cache_is_read_offline(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", HUB, "org/safe", "org/pickle", "org/evil", "org/none", "a/b/c"],
         env=os.environ | {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
@@ -389,7 +383,7 @@ def test_timm_brings_its_preprocessing(monkeypatch):
 
 def test_timm_models_without_pretrained_weights_are_errors():
     timm = pytest.importorskip("timm")
-    with pytest.raises(InputError, match=r"model 'timm:vit_nope' cannot be loaded: Unknown model"):
+    with pytest.raises(InputError, match="'timm:vit_nope' cannot be loaded: Unknown model"):
         load("timm:vit_nope")
     pretrained = {name.split(".")[0] for name in timm.list_pretrained()}
     bare = next(name for name in timm.list_models("vit_*") if name not in pretrained)

@@ -157,7 +157,7 @@ def test_a_missing_optional_package_is_named_before_the_download(fake, tmp_path)
     calls = fake(needs=("no_such_package",))
     with pytest.raises(InputError, match=r"no_such_package: pip install 'sinkwise\[weights\]'"):
         materialize("fake", cache=tmp_path)
-    assert calls == []
+    assert not calls
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -197,13 +197,16 @@ def test_an_interrupted_download_stops_pip(fake, tmp_path, monkeypatch):
     assert folders(tmp_path) == []
 
 
+PAUSE = """
+import tempfile, time
+with tempfile.NamedTemporaryFile(delete=False) as part:
+    part.write(b"x" * 100)
+time.sleep(0.5)
+"""
+
+
 def test_the_progress_follows_the_partial_file(fake, tmp_path):
-    slow = (
-        "import os, sys, shutil, tempfile, time\n"
-        "part = tempfile.NamedTemporaryFile(delete=False)\n"
-        "part.write(b'x' * 100); part.flush(); time.sleep(0.5)\n" + COPY
-    )
-    fake(slow)
+    fake(PAUSE + COPY)
     seen = []
     pypi._download(PACKAGES["fake"], tmp_path, seen.append)
     assert 100 in seen
@@ -250,9 +253,8 @@ def test_a_killed_run_is_cleaned_up_by_the_next(fake, wheel, tmp_path):
         process.wait()
         assert len(folders(tmp_path)) == 1  # the dead run's
         fake()
-        assert materialize("fake", cache=tmp_path) == tmp_path / "pypi" / "fake-1.0"
+        assert isinstance(load(materialize("fake", cache=tmp_path)), BertModel)
         assert folders(tmp_path) == ["fake-1.0"]
-        assert isinstance(load(str(tmp_path / "pypi" / "fake-1.0")), BertModel)
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # its pip lives on
         process.communicate()
@@ -270,8 +272,7 @@ def test_two_processes_at_once_download_once(wheel, tmp_path):
 
 def test_an_incomplete_folder_is_made_again(fake, tmp_path):
     fake()
-    target = materialize("fake", cache=tmp_path)
-    (target / "model.safetensors").unlink()
+    (materialize("fake", cache=tmp_path) / "model.safetensors").unlink()
     assert pypi._complete(materialize("fake", cache=tmp_path))
 
 
@@ -284,15 +285,11 @@ def test_rotary_pairs_are_put_in_halves():
 
 @pytest.fixture
 def no_pip(monkeypatch):
-    """The real package is in the cache from here on: pip must not run again."""
+    """Puts a real package into the cache; from there on pip must not run again."""
 
     def arm(name):
         materialize(name)
-
-        def refuse(*_):
-            raise AssertionError("pip was run for a package that is in the cache")
-
-        monkeypatch.setattr(pypi, "_pip", refuse)
+        monkeypatch.setattr(pypi, "_pip", lambda *_: pytest.fail("pip was run once more"))
 
     return arm
 
@@ -326,8 +323,7 @@ def test_smollm2_reads_english(no_pip):
     ids = tokenizer(ENGLISH, return_tensors="pt")["input_ids"]
     assert tokenizer.decode(ids[0]) == ENGLISH
     with torch.no_grad():
-        perplexity = model(ids, labels=ids).loss.exp().item()
-    assert perplexity < 30
+        assert model(ids, labels=ids).loss.exp() < 30  # perplexity
 
 
 @pytest.mark.weights
@@ -351,16 +347,13 @@ def test_smollm2_is_what_transformers_reads_from_the_gguf(no_pip, tmp_path):
 def test_dinov2_sees(no_pip):
     no_pip("dinov2-small-saliency")
     model = load("pypi:dinov2-small-saliency")
-    config = model.config
-    assert type(model).__name__ == "Dinov2Model"
-    assert (config.num_hidden_layers, config.num_attention_heads, config.patch_size) == (12, 6, 14)
+    assert (model.config.num_hidden_layers, model.config.num_attention_heads) == (12, 6)
     assert model.embeddings.position_embeddings.shape == (1, 37 * 37 + 1, 384)
     image = ImagePreprocessing(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert source_of(model) == Source("pypi:dinov2-small-saliency", None, image)
     with torch.no_grad():
         out = model(torch.zeros(1, 3, 224, 224)).last_hidden_state
     assert out.shape == (1, 257, 384)
-    assert out.isfinite().all()
 
 
 @pytest.mark.weights
@@ -385,8 +378,8 @@ def test_dinov2_attends_as_onnxruntime_does(no_pip, tmp_path):
         out = model(pixels, output_attentions=True)
     for ours, theirs in zip(out.attentions, maps, strict=True):
         torch.testing.assert_close(ours, torch.from_numpy(theirs), rtol=0, atol=1e-4)
-    last = torch.from_numpy(features)
-    torch.testing.assert_close(out.last_hidden_state, last, rtol=0, atol=1e-4)
+    features = torch.from_numpy(features)
+    torch.testing.assert_close(out.last_hidden_state, features, rtol=0, atol=1e-4)
 
 
 @pytest.mark.weights

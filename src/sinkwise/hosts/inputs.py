@@ -1,6 +1,7 @@
 """How a model is fed: which of its towers takes the inputs, and by which arguments."""
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from sinkwise.data.images import ImageInputs
 from sinkwise.data.text import TextInputs
 from sinkwise.errors import InputError
 from sinkwise.hosts.source import source_of
+
+_POSITIONS = re.compile(r"(^|\.)(position_embeddings|embed_positions|wpe)$")
 
 
 def batches_for(model: nn.Module, inputs: Any) -> Iterator[Any]:
@@ -25,12 +28,18 @@ def batches_for(model: nn.Module, inputs: Any) -> Iterator[Any]:
                 f"text needs the model's own tokenizer, and {type(model).__name__} has none; give "
                 "a model loaded with sinkwise.load, pictures, or batches of token ids"
             )
+        limit = position_limit(model)
+        if limit is not None and inputs.length > limit:
+            raise InputError(
+                f"length={inputs.length} is more than the {limit} positions that "
+                f"{type(model).__name__} has learned; give at most length={limit}"
+            )
         return inputs.batches(source.tokenizer)
     if isinstance(inputs, ImageInputs):
         if source is None or source.image is None:
             raise InputError(
-                f"{type(model).__name__} has no image preprocessing: it is no vision model that "
-                "sinkwise.load knows; give text, or batches of pixel tensors"
+                f"{type(model).__name__} takes no pictures that sinkwise.load knows how to prepare; "
+                "give text, or batches of pixel tensors"
             )
         return inputs.batches(source.image)
     if isinstance(inputs, Tensor | dict | str) or not isinstance(inputs, Iterable):
@@ -39,6 +48,16 @@ def batches_for(model: nn.Module, inputs: Any) -> Iterator[Any]:
             "or a list of what the model takes (tensor, tuple or dict)"
         )
     return iter(inputs)
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """Tokens for which a model has learned positions; None where positions are computed."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(name):
+            # RoBERTa and its kin start counting after the padding index.
+            skipped = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - skipped
+    return None
 
 
 def tower(model: nn.Module, inputs: Any) -> nn.Module:

@@ -130,6 +130,12 @@ def _pypi(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Sou
     return _from_transformers(f"pypi:{name}", str(materialize(name)), dtype)
 
 
+def _demo(name: str) -> tuple[nn.Module, Source]:
+    from sinkwise.synthetic.shipped import shipped
+
+    return shipped(name)[0], Source(f"demo:{name}")
+
+
 def _timm(name: str) -> tuple[nn.Module, Source]:
     try:
         timm = import_module("timm")
@@ -292,5 +298,6 @@ LOADERS: dict[str, Callable[..., tuple[nn.Module, Source]]] = {
     "hf": _hf,
     "timm": _timm,
     "pypi": _pypi,
+    "demo": _demo,
 }
 """Prefix of a spec → what loads the rest of it. Other rooms add theirs: NAME → model, source."""

@@ -226,7 +226,8 @@ def _is_causal(count: Seen, real: Tensor | None) -> bool:
     """True where the last real key is seen by one query only, the first by more."""
     row = count.count[0, 0]
     if real is not None:
-        row = row[real[0]]
+        longest = int(real.sum(dim=-1).argmax())  # one token alone would tell nothing
+        row = count.count[longest, 0][real[longest]]
     return len(row) > 1 and bool(row[-1] <= 1 < row[0])
 
 
@@ -240,6 +241,7 @@ def _ratio(
     norms: Float[Tensor, "pair key"], real: Tensor | None, which: Tensor, key: Tensor
 ) -> Float[Tensor, " event"]:
     """|v_s| / mean over the other real tokens of |v_j|; NaN without another token."""
+    dtype, norms = norms.dtype, norms.double()  # a large own norm would swallow the others'
     if real is not None:
         norms = norms.masked_fill(~real, 0.0)
         number = real.sum(dim=-1).to(norms.dtype)
@@ -247,4 +249,4 @@ def _ratio(
         number = torch.full_like(norms[:, 0], float(norms.shape[1]))
     own = norms[which, key]
     others = (norms.sum(dim=-1)[which] - own) / (number[which] - 1)
-    return own / others
+    return (own / others).to(dtype)

@@ -12,12 +12,25 @@ def spikes(site: AttentionSite) -> tuple[Float[Tensor, " head"], float] | None:
     """(sigma_1 / sum(sigma) of each head's Theta, the same for Gaussian weights), 1/head_dim to 1.
 
     High: one direction of the residual stream decides where the head looks. None where the site
-    does not know its query and key weights.
+    does not know its query and key weights; NaN for a head whose weights are not finite.
     """
     if site.q is None or site.k is None or site.q.shape[1:] != site.k.shape[1:]:
         return None
-    values = interaction_spectrum(site.q.cpu(), site.k.cpu(), _cpu(site.input_gain))
-    return spike_share(values), random_spike(site.q.shape[1], site.q.shape[2])
+    q, k, gain = site.q.cpu(), site.k.cpu(), _cpu(site.input_gain)
+    readable = _finite(q) & _finite(k).repeat_interleave(q.shape[0] // k.shape[0])
+    if gain is not None:
+        readable &= torch.isfinite(gain).all()
+    values = interaction_spectrum(
+        q.nan_to_num(0.0, 0.0, 0.0),
+        k.nan_to_num(0.0, 0.0, 0.0),
+        None if gain is None else gain.nan_to_num(0.0, 0.0, 0.0),
+    )
+    share = spike_share(values).masked_fill(~readable, torch.nan)
+    return share, random_spike(q.shape[1], q.shape[2])
+
+
+def _finite(weight: Tensor) -> Tensor:
+    return torch.isfinite(weight).all(dim=-1).all(dim=-1)
 
 
 def _cpu(gain: Tensor | None) -> Tensor | None:

@@ -35,7 +35,8 @@ class Border:
 def border(x: Float[Tensor, "batch query dim"], real: Bool[Tensor, "batch query"] | None) -> Border:
     """Measure a state of the residual stream in float32 or better.
 
-    similarity = (|sum_j x_j/|x_j||^2 - n) / (n (n - 1)), with no n x n matrix. An activation is
+    similarity = (|sum_j x_j/|x_j||^2 - n) / (n (n - 1)), with no n x n matrix (a zero token has
+    cosine 0 with all, so it is not among the n that are subtracted). An activation is
     massive when its magnitude is > 100 and >= 1000 times the sample's median magnitude.
     Reference: Sun et al., "Massive Activations in Large Language Models", 2024, arXiv 2402.17762.
     """
@@ -50,7 +51,8 @@ def border(x: Float[Tensor, "batch query dim"], real: Bool[Tensor, "batch query"
         count = real.sum(dim=-1).to(x.dtype)
     total = torch.bmm(inverse[:, None, :], x)[:, 0]
     pairs = count * (count - 1)
-    similarity = (total.square().sum(dim=-1) - count) / pairs.masked_fill(pairs == 0, torch.nan)
+    own = (norm * inverse).square().nansum(dim=-1)
+    similarity = (total.square().sum(dim=-1) - own) / pairs.masked_fill(pairs == 0, torch.nan)
     # The largest coordinate of a row is at least norm / sqrt(dim): most rows need no search.
     largest, place = _largest(x)
     massive = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)

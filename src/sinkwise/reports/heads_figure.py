@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import polars as pl
+
 from sinkwise.scanning import Scan
 
 COLORS = {
@@ -18,10 +20,9 @@ def heads_figure(scan: Scan) -> Any:
     """An Altair chart: one cell a head, its colour the verdict, its depth the share of inputs."""
     import altair as alt
 
-    frame = scan.heads.select("layer", "head", "verdict", "sink_share")
-    rows = [{**row, "sink_share": row["sink_share"] or 0.0} for row in frame.iter_rows(named=True)]
+    rows = _rows(scan)
     domain = list(COLORS)
-    heads, layers = frame["head"].n_unique(), frame["layer"].n_unique()
+    heads, layers = len({row["head"] for row in rows}), len({row["layer"] for row in rows})
     cell = max(8, min(26, 900 // max(layers, heads)))
     return (
         alt.Chart(
@@ -34,7 +35,7 @@ def heads_figure(scan: Scan) -> Any:
         .mark_rect(stroke="white", strokeWidth=1)
         .encode(
             x=alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0)),
-            y=alt.Y("layer:O", title="layer"),
+            y=alt.Y("layer:O", title="layer", sort=None),
             color=alt.Color(
                 "verdict:N",
                 title="verdict",
@@ -53,6 +54,22 @@ def heads_figure(scan: Scan) -> Any:
         .properties(width=cell * heads, height=cell * layers)
         .configure_view(stroke=None)
     )
+
+
+def _rows(scan: Scan) -> list[dict[str, Any]]:
+    """One row a head; layers with several attention modules are told apart by their names."""
+    names = dict(scan.heads.group_by("layer").agg(pl.col("name").n_unique()).iter_rows())
+    return [
+        {
+            "layer": str(layer) if names[layer] == 1 else f"{layer} {name.rpartition('.')[2]}",
+            "head": head,
+            "verdict": verdict,
+            "sink_share": share or 0.0,
+        }
+        for layer, name, head, verdict, share in scan.heads.select(
+            "layer", "name", "head", "verdict", "sink_share"
+        ).iter_rows()
+    ]
 
 
 def png(chart: Any, scale: float = 2.0) -> bytes:

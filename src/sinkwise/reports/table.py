@@ -16,6 +16,7 @@ HEADINGS = (
     ("bcast", "right"),
     ("other", "right"),
     ("received", "right"),
+    ("first", "right"),
     ("ratio", "right"),
     ("rank", "right"),
     ("|x| max", "right"),
@@ -28,8 +29,9 @@ def layer_rows(scan: Scan) -> pl.DataFrame:
     """One row a layer: who is its commonest sink, in how many heads, and of which mechanism.
 
     `heads` of `of` heads have a sink, on a median share of `inputs`; `nop`, `broadcast` and `other`
-    share out the layer's events; `received`, `ratio` and `rank` are medians over them; the norms
-    and the mean cosine are those of the residual stream after the block.
+    share out the layer's events; `received`, `ratio` and `rank` are medians over them.
+    `received_first` is the mean attention to the first token over all heads, with or without a
+    sink; the norms and the mean cosine are those of the residual stream after the block.
     """
     sink = pl.col("verdict") != "none"
     heads = scan.heads.group_by("layer", "name").agg(
@@ -55,7 +57,7 @@ def layer_rows(scan: Scan) -> pl.DataFrame:
         ratio.median().alias("ratio"),
         pl.col("stable_rank").fill_nan(None).median().alias("rank"),
     )
-    columns = ["token_norm_max", "token_norm_median", "similarity_after"]
+    columns = ["received_first", "token_norm_max", "token_norm_median", "similarity_after"]
     return (
         heads.join(scan.layers.select("layer", "name", *columns), on=["layer", "name"], how="left")
         .join(top, on=["layer", "name"], how="left")
@@ -88,6 +90,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         _format(row["inputs"] if sunk else None, "{:.0%}"),
         *(_format(row[name] if sunk else None, "{:.0%}") for name in ("nop", "broadcast", "other")),
         _format(row["received"] if sunk else None, "{:.2f}"),
+        _format(row["received_first"], "{:.2f}"),
         _format(row["ratio"] if sunk else None, "{:.2f}"),
         _format(row["rank"] if sunk else None, "{:.2f}"),
         _format(row["token_norm_max"], "{:,.1f}"),

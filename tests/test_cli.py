@@ -1,0 +1,170 @@
+"""The command, run as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    BertConfig,
+    BertModel,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    PreTrainedTokenizerFast,
+)
+
+from tests.tokenizers import word_tokenizer
+
+WORDS = "the sink draws attention from every query that has nothing to say".split()
+
+
+def sinkwise(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "sinkwise", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small text model, a small vision model, a text and some pictures."""
+    root = tmp_path_factory.mktemp("cli")
+    torch.manual_seed(0)
+    tokenizer: PreTrainedTokenizerFast = word_tokenizer(WORDS)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        max_position_embeddings=64,
+    )
+    BertModel(config).save_pretrained(root / "bert")
+    tokenizer.save_pretrained(root / "bert")
+    vision = Dinov2WithRegistersConfig(
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        image_size=56,
+        patch_size=14,
+        num_register_tokens=4,
+    )
+    Dinov2WithRegistersModel(vision).save_pretrained(root / "vit")
+    (root / "vit" / "preprocessor_config.json").write_text(
+        json.dumps({"size": {"height": 56, "width": 56}, "image_mean": [0.5] * 3})
+    )
+    (root / "book.txt").write_text(" ".join(WORDS * 60))
+    (root / "photos").mkdir()
+    for index in range(3):
+        Image.new("RGB", (70, 61), (40 * index, 90, 120)).save(root / "photos" / f"{index}.png")
+    return root
+
+
+def test_a_text_model_is_diagnosed(folder: Path) -> None:
+    done = sinkwise("diagnose", "bert", "--text", "book.txt", "--samples", 3, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "Prescription:" in done.stdout
+    assert "layer" in done.stdout
+    saved = folder / "scan"
+    assert {path.name for path in saved.iterdir()} == {
+        "events.parquet",
+        "heads.parquet",
+        "layers.parquet",
+        "scan.json",
+        "heads.png",
+    }
+    heads = pl.read_parquet(saved / "heads.parquet")
+    assert heads.shape[0] == 2 * 3
+    assert heads["samples"].to_list() == [3] * 6
+    # No length was given: all 64 positions that the model has.
+    assert (saved / "heads.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_vision_model_is_diagnosed_as_json(folder: Path) -> None:
+    done = sinkwise(
+        "diagnose", "vit", "--images", "photos", "--json", "--out", "v", "--batch-size", 2,
+        cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["samples"] == 3
+    assert told["prescription"] in ("none", "gate", "registers", "gate+registers")
+    assert len(told["layers"]) == 2
+    layers = pl.read_parquet(folder / "v" / "layers.parquet")
+    shares = layers.select("received_cls", "received_register", "received_patch")
+    assert shares.sum_horizontal().to_list() == pytest.approx([1.0, 1.0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["diagnose", "nope", "--text", "book.txt"], "nope"),
+        (["diagnose", "hf:", "--text", "book.txt"], "hf:"),
+        (["diagnose", "bert"], "--text"),
+        (["diagnose", "bert", "--text", "book.txt", "--images", "photos"], "--text"),
+        (["diagnose", "bert", "--text", "missing.txt"], "missing.txt"),
+        (["diagnose", "bert", "--text", "short.txt"], "short.txt"),
+        (["diagnose", "bert", "--text", "book.txt", "--length", "65"], "64"),
+        (["diagnose", "bert", "--text", "book.txt", "--size", "9"], "--size"),
+        (["diagnose", "vit", "--images", "photos", "--length", "9"], "--length"),
+        (["diagnose", "vit", "--images", "empty"], "empty"),
+        (["diagnose", "vit", "--images", "broken"], "broken"),
+        (["diagnose", "vit", "--images", "book.txt"], "book.txt"),
+        (["diagnose", "vit", "--text", "book.txt"], "tokenizer"),
+        (["diagnose", "bert", "--images", "photos"], "pictures"),
+        (["diagnose", "bert", "--text", "book.txt", "--rule", "odd"], "relaxed"),
+        (["diagnose", "bert", "--text", "book.txt", "--dtype", "int8"], "int8"),
+        (["diagnose", "bert", "--text", "book.txt", "--device", "tpu"], "tpu"),
+        (["diagnose", "bert", "--text", "book.txt", "--samples", "0"], "samples"),
+        (["diagnose", "bert", "--text", "book.txt", "--out", "photos"], "photos"),
+        (["diagnose", "bert", "--text", "book.txt", "--samples", "many"], "samples"),
+        (["diagnose", "pickled", "--text", "book.txt"], "pickled"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(folder: Path, arguments: list[str], word: str) -> None:
+    (folder / "short.txt").write_text("the sink")
+    (folder / "empty").mkdir(exist_ok=True)
+    (folder / "broken").mkdir(exist_ok=True)
+    (folder / "broken" / "a.png").write_bytes(b"no picture")
+    if not (folder / "pickled").exists():
+        (folder / "pickled").mkdir()
+        config = (folder / "bert" / "config.json").read_text()
+        (folder / "pickled" / "config.json").write_text(config)
+        torch.save({"weights": Path}, folder / "pickled" / "pytorch_model.bin")
+    before = {path for path in folder.rglob("*") if path.is_file()}
+    out = [] if "--out" in arguments else ["--out", "never"]
+    done = sinkwise(*arguments, *out, cwd=folder)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert word in done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("sinkwise: ")]
+    assert len(told) == 1 or "Usage:" in done.stderr
+    assert {path for path in folder.rglob("*") if path.is_file()} == before
+    assert not (folder / "never").exists()
+
+
+def test_the_demo_shows_one_of_each_mechanism(tmp_path: Path) -> None:
+    done = sinkwise("demo", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    nop, broadcast = (json.loads(line) for line in done.stdout.splitlines())
+    assert nop["prescription"] == "gate"
+    assert nop["layers"][0]["ratio"] < 0.05
+    assert broadcast["layers"][0]["broadcast"] == 1.0
+    assert (tmp_path / "sinkwise-demo" / "nop" / "heads.png").is_file()
+
+
+def test_help_names_the_commands(tmp_path: Path) -> None:
+    done = sinkwise("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "diagnose" in done.stdout
+    assert "demo" in done.stdout
