@@ -116,7 +116,6 @@ def measure_memory(case: str, variant: str) -> None:
 
     model, batch = CASES[case]()
     model.set_attn_implementation("eager" if variant == "eager" else "sdpa")
-    run(variant, model, batch, 1)  # buffers that every first run leaves behind
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     before = _status_kib("VmRSS")
     run(variant, model, batch, 2)

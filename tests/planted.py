@@ -41,9 +41,12 @@ class PlantedAttention(nn.Module):
         k[:, :, 1 : 1 + MARKERS] = torch.eye(MARKERS)
         v = torch.zeros(self.num_kv_heads, PAYLOAD, DIM)
         payload = slice(1 + MARKERS, 1 + MARKERS + PAYLOAD)
-        v[:, :, payload] = torch.randn(self.num_kv_heads, PAYLOAD, PAYLOAD, generator=random)
+        turns = torch.randn(self.num_kv_heads, PAYLOAD, PAYLOAD, generator=random)
+        v[:, :, payload] = torch.linalg.qr(turns).Q
+        # Singular values 0.8 to 1.2: a projected norm differs from the raw one, but not by much.
+        turns = torch.linalg.qr(torch.randn(heads, SCRATCH, PAYLOAD, generator=random)).Q
         o = torch.zeros(DIM, heads * PAYLOAD)
-        o[-SCRATCH:] = torch.randn(SCRATCH, heads * PAYLOAD, generator=random) / 3
+        o[-SCRATCH:] = (turns * torch.linspace(0.8, 1.2, PAYLOAD)).transpose(0, 1).flatten(1)
         for name, weight in zip(self.names, (q, k, v, o), strict=True):
             linear = nn.Linear(weight.shape[-1], weight.numel() // weight.shape[-1], bias=False)
             linear.weight.data.copy_(weight.reshape(linear.weight.shape))
@@ -61,7 +64,7 @@ class PlantedAttention(nn.Module):
             scores = q @ k.transpose(-1, -2) * self.scale
             if self.causal:
                 hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-                scores = scores + torch.zeros(length, length).masked_fill(hidden, -torch.inf)
+                scores = scores.masked_fill(hidden, -torch.inf)
             y = scores.softmax(-1) @ v
         else:
             y = F.scaled_dot_product_attention(
@@ -107,7 +110,7 @@ class Planted(nn.Module):
 
 
 def tokens(batch, length, marks, *, empty=(), seed=0):
-    """x [batch length DIM] with random payloads of norm 1 to 2; `marks` maps a marker to tokens.
+    """x [batch length DIM] with random payloads of norm 1 to 1.3; `marks` maps a marker to tokens.
 
     The tokens in `empty` carry no payload: (token) in every sample, (sample, token) in one.
     """
@@ -115,7 +118,7 @@ def tokens(batch, length, marks, *, empty=(), seed=0):
     x = torch.zeros(batch, length, DIM)
     x[..., 0] = 1
     payload = torch.randn(batch, length, PAYLOAD, generator=random)
-    size = 1 + torch.rand(batch, length, 1, generator=random)
+    size = 1 + 0.3 * torch.rand(batch, length, 1, generator=random)
     x[..., 1 + MARKERS : 1 + MARKERS + PAYLOAD] = F.normalize(payload, dim=-1) * size
     for marker, places in marks.items():
         for place in places:

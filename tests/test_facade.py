@@ -13,7 +13,9 @@ HEAVY = ("torch", "transformers", "timm", "polars", "numpy", "rich", "typer", "a
 def imported_by(code: str) -> set[str]:
     """The heavy packages that a fresh interpreter has loaded after running `code`."""
     script = f"import sys\n{code}\nprint(*[m for m in {HEAVY!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     return set(done.stdout.split())
 
 

@@ -1,11 +1,13 @@
 """Capture: a callback for each attention call of any model, which then runs on as if unseen."""
 
 import functools
+import re
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from sinkwise import kernels, provenance
-from sinkwise.attention.mask import bias_tile
-from sinkwise.attention.reference import attention
+from sinkwise import checking, kernels, products, provenance
 from sinkwise.errors import CaptureError
 from sinkwise.hosts.blocks import Block, LayerIndex, clean, find_blocks
 from sinkwise.records import OPEN, AttentionMask, AttentionRecord, AttentionSite
@@ -23,8 +23,19 @@ from sinkwise.records import OPEN, AttentionMask, AttentionRecord, AttentionSite
 OnRecord = Callable[[AttentionRecord], None]
 OnBlock = Callable[[Block, Tensor, Tensor, bool], None]
 
-CHECKED_ROWS = 8
-"""Queries at each end of the sequence that the self-check recomputes."""
+
+_UNSEEN = re.compile(r"(paged\|)?fl(ash|ex)_")
+"""Kernels known to be unseen; others may yet call torch's own."""
+
+
+@dataclass(eq=False)
+class Coverage:
+    """What a capture saw, complete once its context was left."""
+
+    records: int = 0
+    silent: tuple[str, ...] = ()
+    """Blocks that ran without any softmax attention: linear attention, state-space layers, or a
+    kernel that cannot be seen."""
 
 
 @contextmanager
@@ -35,7 +46,7 @@ def capture(
     on_block: OnBlock | None = None,
     sites: dict[str, AttentionSite] | None = None,
     check: bool = True,
-) -> Iterator[None]:
+) -> Iterator[Coverage]:
     """While the block runs, call `on_record` once for each attention call of `model`.
 
     It sees `F.scaled_dot_product_attention`, `F.multi_head_attention_forward` (its fast path is
@@ -44,13 +55,20 @@ def capture(
     block with (block, input, output, whether the output comes straight from a norm). `sites`
     (`hosts.attention_sites(model)`) fills `record.site`.
 
-    With `check`, the first record of each module is recomputed: a record whose fields do not give
-    the model's own output (1e-4 relative to its largest entry in float32, 2e-2 in half precision)
-    raises CaptureError, and so does leaving the context when no attention was seen.
+    With `check`, each module's calls are recomputed once: a record whose fields do not give the
+    model's own output (1e-4 relative to its largest entry in float32, 2e-2 in half precision)
+    raises CaptureError, and so does leaving the context when no attention was seen. A model set to
+    FlexAttention or flash-attn is refused at once: `set_attn_implementation("sdpa")` cures it.
+    Calls made in other threads are not seen.
+    The `Coverage` names, afterwards, the blocks that ran without any softmax attention.
     On leaving, also after an exception, the model has the hooks, parameters and outputs it had.
     """
+    kernel = _unseen_kernel(model)
+    if kernel is not None and _UNSEEN.match(kernel):
+        raise CaptureError(f"{type(model).__name__} cannot be captured: {_advice(kernel)}")
     blocks = find_blocks(model)
     mode = _CaptureMode(model, on_record, blocks, sites or {}, check)
+    coverage = Coverage()
     with ExitStack() as stack:
         stack.callback(mode.forget)
         handles = [model.register_forward_pre_hook(mode.start)]
@@ -61,11 +79,12 @@ def capture(
             handles.append(block.module.register_forward_hook(leave, always_call=True))
         for handle in handles:
             stack.callback(handle.remove)
-        if _is_compiled(model):
+        if "torch._dynamo" in sys.modules:  # nothing can be compiled without it
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(mode)
-        yield
-    if mode.forwards == 0:
+        yield coverage
+    coverage.records, coverage.silent = mode.records, mode.silent()
+    if mode.records == 0 and mode.forwards == 0:
         raise CaptureError("the model was not called inside `with capture(...)`")
     if mode.records == 0:
         raise CaptureError(
@@ -73,26 +92,29 @@ def capture(
         )
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-        for module in model.modules()
+def _unseen_kernel(model: nn.Module) -> str | None:
+    """The first kernel named by a configuration of the model that runs no softmax of torch's."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if isinstance(kernel, str) and kernel not in ("eager", "sdpa"):
+            return kernel
+    return None
+
+
+def _advice(kernel: str) -> str:
+    return (
+        f"it runs attn_implementation={kernel!r}, a kernel that cannot be seen; "
+        "call model.set_attn_implementation('sdpa') first, or 'eager' where it has no 'sdpa'"
     )
 
 
 def _why(model: nn.Module) -> str:
     """The likely cause of an empty capture, and the cure."""
-    known = ("eager", "sdpa", None)
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        kernel = getattr(config, "_attn_implementation", None)
-        if kernel not in known:
-            return (
-                f"it runs attn_implementation={kernel!r}, a kernel that cannot be seen; "
-                "call model.set_attn_implementation('sdpa') first"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            return "it is scripted; capture the original module"
+    kernel = _unseen_kernel(model)
+    if kernel is not None:
+        return _advice(kernel)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        return "it is scripted; capture the original module"
     return "it has none, or uses a kernel (flash-attn, xformers) or a handwritten softmax"
 
 
@@ -112,13 +134,17 @@ class _CaptureMode(TorchFunctionMode):
         self._sites = sites
         self._names = {id(module): clean(name) for name, module in model.named_modules()}
         self._modules = {id(module): module for module in model.modules()}
+        self._weights = {_storage(parameter) for parameter in model.parameters()} - {0}
         self._index = LayerIndex(blocks)
         self._check = check
-        self._checked: set[str] = set()
+        self._checked: set[tuple[str, int]] = set()
+        self._doubtful: set[str] = set()
         self._calls: dict[str, int] = {}
         self._tags = provenance.Tags()
         self._inputs: list[tuple[Block, Tensor | None]] = []
         self._normed: weakref.ref | None = None
+        self._ran: dict[str, Block] = {}
+        self._heard: set[str] = set()
         self.forwards = 0
         self.records = 0
 
@@ -131,13 +157,18 @@ class _CaptureMode(TorchFunctionMode):
 
     def enter_block(self, block: Block, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Remember a block's input, the residual stream."""
+        if _in_backward():
+            return
         tensors = [t for t in (*args, *kwargs.values()) if _is_stream(t)]
         self._inputs.append((block, tensors[0] if tensors else None))
+        self._ran[block.name] = block
 
     def leave_block(
         self, block: Block, on_block: OnBlock | None, module: nn.Module, args: tuple, out: Any
     ) -> None:
         """Hand a block's input and output on, and forget them."""
+        if _in_backward():
+            return
         before = None
         while self._inputs:
             entered, before = self._inputs.pop()
@@ -155,6 +186,10 @@ class _CaptureMode(TorchFunctionMode):
         self._inputs.clear()
         self._normed = None
 
+    def silent(self) -> tuple[str, ...]:
+        """The blocks that ran and called no softmax attention."""
+        return tuple(name for name in self._ran if name not in self._heard)
+
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
@@ -163,64 +198,51 @@ class _CaptureMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             with self:
                 return _unwrapped_mha()(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and not _in_backward():
+        if _in_backward():
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
             call = kernels.bind(*args, **kwargs)
             out, lse = kernels.run(func, call)
             self._emit_sdpa(call, out, lse)
             return out
-        consumed = self._consumed(name, args, kwargs)
+        if name == "__setitem__":
+            self._tags.doubt(args[0])
+        product = products.product(name, args, kwargs)
         result = func(*args, **kwargs)
-        if not isinstance(result, Tensor):
+        if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
-        if consumed is not None:
-            weights, value, tag = consumed
-            self._emit_eager(weights, value, tag, result, name, args)
-        elif name in ("layer_norm", "rms_norm"):
+        if product is not None:
+            self._multiplied(product, result)
+            return result
+        if name in ("layer_norm", "rms_norm"):
             self._normed = weakref.ref(result)
-        else:
-            self._tag(name, args, kwargs, result)
-        return result
-
-    def _consumed(
-        self, name: str, args: tuple, kwargs: dict
-    ) -> tuple[Tensor, Tensor, provenance.Weights] | None:
-        """The weights and values of a product whose left operand is an attention map."""
-        if name == "einsum":
-            parts: tuple[Any, ...] = args[1:] if len(args) != 2 else tuple(args[1])
-            if len(parts) == 2 and isinstance(self._tags[parts[0]], provenance.Weights):
-                operands = provenance.einsum(args)
-                tag = self._tags[parts[0]]
-                if operands is not None and isinstance(tag, provenance.Weights):
-                    return operands[0], operands[1], tag
-            return None
-        operands3 = provenance.product(name, args, kwargs)
-        if operands3 is None:
-            return None
-        tag = self._tags[operands3[0]]
-        if not isinstance(tag, provenance.Weights) or _in_backward():
-            return None
-        return operands3[0], operands3[1], tag
-
-    def _tag(self, name: str, args: tuple, kwargs: dict, result: Tensor) -> None:
-        """Tag the result of a product or of an operation on tagged tensors."""
-        if not result.is_floating_point():
-            return
-        if name == "einsum":
-            operands = provenance.einsum(args)
-            # Scores are followed only where the result already is [.. query key].
-            if operands is not None and operands[2](result).shape == result.shape:
-                left, right, order = operands
-                if order(result).stride() == result.stride():
-                    self._tags[result] = provenance.Scores(left, right.mT)
-            return
-        operands3 = provenance.product(name, args, kwargs)
-        if operands3 is not None:
-            left, right, state = operands3
-            self._tags[result] = provenance.Scores(left, right.mT, **state)
-            return
         tag = provenance.follow(self._tags, name, args, kwargs, result)
         if tag is not None:
             self._tags[result] = tag
+        return result
+
+    def _multiplied(self, product: products.Product, result: Tensor) -> None:
+        """A product consumes an attention map, or may be the first step towards one."""
+        for side, operand in enumerate(product.operands):
+            tag = self._tags[operand]
+            turned = side == 1
+            if isinstance(tag, provenance.Weights) and tag.laid_out(
+                product.axes[side], turned=turned
+            ):
+                parts = product.left, product.right, product.laid_out(result)
+                if turned:  # (A v)^T = v^T A^T
+                    parts = product.right.mT, product.left.mT, parts[2].mT
+                self._emit_eager(tag, *parts)
+                return
+        if _storage(product.right) in self._weights:
+            return  # a linear map
+        self._tags[result] = provenance.Scores(
+            product.left,
+            product.right.mT,
+            scale=product.alpha,
+            bias=product.bias,
+            order=product.place,
+        )
 
     def _owner(self) -> tuple[str, nn.Module | None]:
         """The innermost module of the model whose method is running: a walk up the frames."""
@@ -234,7 +256,7 @@ class _CaptureMode(TorchFunctionMode):
         return "", None
 
     def _emit_sdpa(self, call: kernels.Call, out: Tensor, lse: Tensor | None) -> None:
-        name, _ = self._owner()
+        name, owner = self._owner()
         four = kernels.four_dimensional
         mask = AttentionMask(causal=call.is_causal)
         if call.attn_mask is not None:
@@ -244,36 +266,27 @@ class _CaptureMode(TorchFunctionMode):
                 if given.dtype == torch.bool
                 else AttentionMask(additive=given)
             )
-        self._emit(
-            name,
-            dropped=call.dropout_p > 0,
-            q=four(call.query),
-            k=four(call.key),
-            v=four(call.value),
-            out=four(out),
-            scale=call.scale,
-            mask=mask,
-            lse=None if lse is None else lse.reshape(four(call.query).shape[:3]),
-        )
+        fields = {
+            "q": four(call.query),
+            "k": four(call.key),
+            "v": four(call.value),
+            "out": four(out),
+            "mask": mask,
+            "lse": None if lse is None else lse.reshape(four(call.query).shape[:3]),
+        }
+        fields = kernels.unpacked(fields, owner)
+        self._emit(name, dropped=call.dropout_p > 0, scale=call.scale, **fields)
 
     def _emit_eager(
-        self,
-        weights: Tensor,
-        value: Tensor,
-        tag: provenance.Weights,
-        out: Tensor,
-        name: str,
-        args: tuple,
+        self, tag: provenance.Weights, weights: Tensor, value: Tensor, out: Tensor
     ) -> None:
         scores = tag.scores
         path, owner = self._owner()
-        if name == "einsum":
-            operands = provenance.einsum(args)
-            assert operands is not None
-            out = operands[2](out)
         shape = kernels.batch_and_heads(weights, tag.lead, owner)
         four = functools.partial(kernels.with_lead, lead=shape)
         q, k, v = four(scores.q), four(scores.k), four(value)
+        if weights.shape[-2:] != (q.shape[2], k.shape[2]) or k.shape[2] != v.shape[2]:
+            return  # made of something else than these queries and keys: its block stays silent
         bias = scores.bias
         if bias is not None:
             bias = kernels.bias_with_lead(bias, shape)
@@ -282,6 +295,7 @@ class _CaptureMode(TorchFunctionMode):
             sink = sink.expand(*tag.lead, weights.shape[-2]).reshape(*shape, -1)
         self._emit(
             path,
+            dropped=tag.dropped,
             q=q,
             k=k,
             v=v,
@@ -291,13 +305,16 @@ class _CaptureMode(TorchFunctionMode):
             mask=OPEN if bias is None else AttentionMask(additive=bias),
             sink_logit=sink,
             weights=four(weights),
-            faithful=scores.faithful,
+            faithful=scores.faithful and tag.faithful,
         )
 
     def _emit(self, name: str, dropped: bool = False, **fields: Any) -> None:
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
         block = self._index.block(name)
+        if block is not None:
+            self._heard.add(block.name)
+        fields["k"], fields["v"] = kernels.ungrouped(fields["k"], fields["v"])
         residual = None
         if self._inputs and self._inputs[-1][0] is block:
             residual = self._inputs[-1][1]
@@ -313,51 +330,19 @@ class _CaptureMode(TorchFunctionMode):
             **fields,
         )
         self.records += 1
-        if self._check and not dropped and name not in self._checked:
-            self._checked.add(name)
-            _verify(record)
+        record.faithful &= name not in self._doubtful
+        if self._check and not dropped and (name, call) not in self._checked:
+            self._checked.add((name, call))
+            checking.verify(record)
+            if not record.faithful:
+                self._doubtful.add(name)
         self._on_record(record)
 
 
-@torch.no_grad()
-def _verify(record: AttentionRecord) -> None:
-    """Recompute some rows of the output from the record's own fields."""
-    queries, keys = record.q.shape[2], record.k.shape[2]
-    half = record.out.dtype.itemsize == 2
-    for rows in (range(min(CHECKED_ROWS, queries)), range(max(0, queries - CHECKED_ROWS), queries)):
-        part = slice(rows.start, rows.stop)
-        dtype = torch.float64 if record.q.dtype == torch.float64 else torch.float32
-        bias = bias_tile(record.mask, rows, range(keys), dtype, record.q.device)
-        mask = OPEN if bias is None else AttentionMask(additive=bias)
-        sink = record.sink_logit
-        if sink is not None and sink.shape[2] > 1:
-            sink = sink[:, :, part]
-        own = record.out[:, :, part].to(dtype)
-        again = attention(
-            record.q[:, :, part],
-            record.k,
-            record.v,
-            scale=record.scale,
-            softcap=record.softcap,
-            mask=mask,
-            sink_logit=sink,
-        ).out
-        visible = torch.isfinite(own).all(dim=-1, keepdim=True)
-        if bias is not None:  # a query that sees nothing: kernels differ, and nobody reads it
-            visible &= (bias > -torch.inf).any(dim=-1, keepdim=True)
-        error = ((own - again).abs() * visible).nan_to_num(0.0, posinf=0.0).max()
-        limit = (2e-2 if half else 1e-4) * max(
-            1.0, float((own * visible).nan_to_num(0.0).abs().max())
-        )
-        if error <= limit and bool(torch.isfinite(error)):
-            continue
-        if record.weights is not None:
-            record.faithful = False  # the map is the model's own; its origin is not fully known
-            return
-        raise CaptureError(
-            f"{record.name or 'the model'} (layer {record.layer}): the output recomputed from the "
-            f"captured record differs from the model's by {float(error):.3g} (allowed {limit:.3g})"
-        )
+def _storage(tensor: Tensor) -> int:
+    """The address of a tensor's memory, the same for all its views; 0 where it has none."""
+    dense = tensor.layout == torch.strided and not tensor.is_nested
+    return tensor.untyped_storage().data_ptr() if dense else 0
 
 
 def _in_backward() -> bool:

@@ -11,6 +11,9 @@ from sinkwise.hosts.blocks import clean
 from sinkwise.hosts.inputs import call as run
 from sinkwise.records import AttentionRecord, AttentionSite
 
+MAX_ADDED_KEYS = 2
+"""Keys that a module may add to its tokens' own (a learned one, and one of zeros)."""
+
 
 @dataclass(eq=False)
 class _Seen:
@@ -31,7 +34,8 @@ def measured_sites(model: nn.Module, names: list[str], batch: Any) -> dict[str, 
     input there: W_Q where the query is linear in it (at rotary position 0 the rotation is the
     identity), the local linearisation where it is not (query norms, latent projections). k and v
     likewise. The output projection is the Jacobian of the module's output with respect to the head
-    outputs and is left None where the module's output is not their linear image.
+    outputs and is left None where the module's output is not their linear image, or is the heads
+    themselves side by side (their projection lies in another module, as in BERT).
     """
     wanted = set(names)
     seen: dict[str, _Seen] = {}
@@ -39,16 +43,14 @@ def measured_sites(model: nn.Module, names: list[str], batch: Any) -> dict[str, 
 
     def enter(name: str):
         def hook(module: nn.Module, given: tuple, named: dict):
-            place = next((i for i, t in enumerate(given) if _is_input(t)), None)
-            key = next((n for n, t in named.items() if _is_input(t)), None)
-            source = given[place] if place is not None else named[key] if key else None
+            source = next((t for t in (*given, *named.values()) if _is_input(t)), None)
             if source is None or name in seen:
                 return None
             leaf = source.detach().requires_grad_()
             seen[name] = _Seen(leaf)
-            if place is not None:
-                return (*given[:place], leaf, *given[place + 1 :]), named
-            return given, {**named, key: leaf}
+            # Self-attention may be handed the same tensor as query, key and value.
+            given = tuple(leaf if value is source else value for value in given)
+            return given, {n: leaf if value is source else value for n, value in named.items()}
 
         return hook
 
@@ -103,6 +105,8 @@ def _rows(captured: Tensor | None, x: Tensor) -> Tensor | None:
     """[head, width, dim]: the Jacobian of the first sample's first token."""
     if captured is None or captured.grad_fn is None or captured.shape[0] != x.shape[0]:
         return None
+    if not 0 <= captured.shape[2] - x.shape[1] <= MAX_ADDED_KEYS:
+        return None  # rows that are no tokens: channels, or another sequence
     target = captured[0, :, 0]
     basis = torch.eye(target.numel(), dtype=x.dtype, device=x.device)
     basis = basis.reshape(-1, *target.shape)
@@ -122,13 +126,19 @@ def _output(out: Tensor | None, y: Tensor | None) -> Tensor | None:
     if out.dim() != 4 or y.shape[:2] != (out.shape[0], out.shape[2]) or y.shape[1] < 2:
         return None
     basis = torch.eye(y.shape[2], dtype=y.dtype, device=y.device)
+    # A record's `out` may be a view of what the model goes on with.
+    base = out._base
+    whole = base is not None and base.numel() == out.numel() and out.is_contiguous()
+    source = base if base is not None and whole else out
     rows = []
     for g in basis:
-        (grad,) = torch.autograd.grad(y[0, 0], out, g, retain_graph=True, allow_unused=True)
+        (grad,) = torch.autograd.grad(y[0, 0], source, g, retain_graph=True, allow_unused=True)
         if grad is None:
             return None
-        rows.append(grad[0, :, 0])
+        rows.append(grad.reshape(out.shape)[0, :, 0])
     weight = torch.stack(rows, dim=1).detach()
+    if torch.equal(weight.transpose(0, 1).flatten(1), torch.eye(len(basis)).to(weight)):
+        return None
     with torch.no_grad():
         change = torch.einsum("hov,htv->to", weight, out[0] - out[0, :, :1])
         error = (change - (y[0] - y[0, :1])).abs().max()

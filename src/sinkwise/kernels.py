@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from sinkwise.records import AttentionMask
+
 
 class Call(NamedTuple):
     """The arguments of one `F.scaled_dot_product_attention`, defaults filled in."""
@@ -52,8 +54,10 @@ def run(func: Callable, call: Call) -> tuple[Tensor, Tensor | None]:
     """
     q, k, v = call.query, call.key, call.value
     plain = q.dim() == 4 and q.device.type == "cpu" and call.dropout_p == 0
-    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    if not plain or wants_grad or q.is_nested or q.shape[-1] != v.shape[-1]:
+    plain &= type(q) is Tensor and not q.is_nested and q.shape[-1] == v.shape[-1]
+    inputs = [t for t in (q, k, v, call.attn_mask) if t is not None]
+    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    if not plain or wants_grad or torch.is_autocast_enabled("cpu"):
         return func(*call.args, **call.kwargs), None
     choice = torch._fused_sdp_choice(
         q, k, v, call.attn_mask, 0.0, call.is_causal, scale=call.scale, enable_gqa=call.enable_gqa
@@ -67,6 +71,51 @@ def run(func: Callable, call: Call) -> tuple[Tensor, Tensor | None]:
         q, k, v, 0.0, call.is_causal, attn_mask=mask, scale=call.scale
     )
     return out, lse
+
+
+def ungrouped(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values once for each key/value head, where a model repeated them for its groups.
+
+    Found by their bits: repeated heads are equal, and equal heads may be shared without loss.
+    """
+    heads = k.shape[1]
+    if heads == 1 or heads != v.shape[1] or k.shape[2] == 0:
+        return k, v
+    last = k[0, :, -1]
+    new = (last[1:] != last[:-1]).any(dim=-1).tolist()  # where a head differs from the one before
+    group = new.index(True) + 1 if True in new else heads
+    if group == 1 or heads % group:
+        return k, v
+    for tensor in (k, v):
+        split = tensor.unflatten(1, (-1, group))
+        if not bool((split == split[:, :, :1]).all()):
+            return k, v
+    return k[:, ::group], v[:, ::group]
+
+
+def unpacked(fields: dict[str, Any], owner: nn.Module | None) -> dict[str, Any]:
+    """Heads as heads again, where transformers passes the heads of a group as the queries of one
+    (a single token of grouped-query attention with a cache).
+    """
+    q = fields["q"]
+    group = getattr(owner, "num_key_value_groups", None)
+    heads = getattr(getattr(owner, "config", None), "num_attention_heads", None)
+    if group == 1 or q.shape[2] != group or q.shape[1] != fields["k"].shape[1]:
+        return fields
+    if q.shape[1] * q.shape[2] != heads:
+        return fields
+
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor.flatten(1, 2).unsqueeze(2)
+
+    mask: AttentionMask = fields["mask"]
+    if mask.allowed is not None and mask.allowed.shape[1] > 1:
+        mask = AttentionMask(allowed=apart(mask.allowed))
+    elif mask.additive is not None and mask.additive.shape[1] > 1:
+        mask = AttentionMask(additive=apart(mask.additive))
+    lse = fields["lse"]
+    separate = {"q": apart(q), "out": apart(fields["out"]), "mask": mask}
+    return {**fields, **separate, "lse": None if lse is None else apart(lse)}
 
 
 def four_dimensional(tensor: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ the product that consumes the weights is the attention call.
 """
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +29,8 @@ class Scores:
     sink: Tensor | None = None
     faithful: bool = True
     """False once an operation did something that these fields cannot say."""
+    order: tuple[int, ...] | None = None
+    """Where each axis of the tagged tensor comes from, if it is not laid out [.. query key]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,16 @@ class Weights:
     scores: Scores
     lead: tuple[int, ...]
     """The shape before query and key when the softmax ran: batch and heads."""
+    faithful: bool = True
+    """False once the map was changed after its softmax."""
+    dropped: bool = False
+    """True once dropout fell on the map."""
+    order: tuple[int, ...] | None = None
+
+    def laid_out(self, axes: tuple[int, ...] | None, *, turned: bool) -> bool:
+        """Whether permuting the tensor by `axes` gives [.. query key], or [.. key query]."""
+        order = self.order if axes is None else _composed(self.order, axes)
+        return order == (_swapped(len(self.lead) + 2) if turned else None)
 
 
 class Tags:
@@ -56,6 +67,12 @@ class Tags:
         ref = weakref.ref(tensor, lambda gone: self._drop(key, gone))
         self._tags[key] = (ref, tag)
 
+    def doubt(self, tensor: object) -> None:
+        """Note that part of a tensor was overwritten."""
+        tag = self[tensor]
+        if tag is not None and isinstance(tensor, Tensor):
+            self[tensor] = replace(tag, faithful=False)
+
     def _drop(self, key: int, gone: weakref.ref) -> None:
         entry = self._tags.get(key)
         if entry is not None and entry[0] is gone:
@@ -66,60 +83,29 @@ class Tags:
         self._tags.clear()
 
 
-def product(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, dict] | None:
-    """The operands of a product as (left [.. m c], right [.. c n], state), or None."""
-    if name in ("matmul", "bmm", "__matmul__") and len(args) == 2:
-        left, right = args
-        return (left, right, {}) if min(left.dim(), right.dim()) >= 2 else None
-    if name == "__rmatmul__":
-        return (args[1], args[0], {})
-    if name == "baddbmm":
-        operands = (*args[1:], *(kwargs[key] for key in ("batch1", "batch2") if key in kwargs))
-        beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-        bias = None if beta == 0 else (args[0] if beta == 1 else args[0] * beta)
-        return (*operands, {"scale": float(alpha), "bias": bias})
-    return None
-
-
-def einsum(args: tuple) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None:
-    """A two-operand einsum as a matrix product: left [.. m c], right [.. c n], and how its result
-    is laid out as [.. m n]. None where it is no such product.
-    """
-    if len(args) == 2 and isinstance(args[1], list | tuple):
-        args = (args[0], *args[1])
-    if len(args) != 3 or not isinstance(args[0], str) or "->" not in args[0] or "." in args[0]:
-        return None
-    terms, result = args[0].replace(" ", "").split("->")
-    if terms.count(",") != 1:
-        return None
-    one, two = terms.split(",")
-    summed = [c for c in one if c in two and c not in result]
-    batch = [c for c in result if c in one and c in two]
-    rows = [c for c in one if c in result and c not in two]
-    cols = [c for c in two if c in result and c not in one]
-    if not (len(summed) == len(rows) == len(cols) == 1) or len(result) != len(batch) + 2:
-        return None
-    left = args[1].permute([one.index(c) for c in [*batch, *rows, *summed]])
-    right = args[2].permute([two.index(c) for c in [*batch, *summed, *cols]])
-    order = [result.index(c) for c in [*batch, *rows, *cols]]
-    return left, right, lambda tensor: tensor.permute(order)
-
-
+_DROPOUT = {"dropout", "dropout_", "alpha_dropout"}
 _SAME = {
     "to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone",
-    "detach", "dropout", "dropout_", "alpha_dropout", "nan_to_num", "requires_grad_",
+    "detach", "nan_to_num", "requires_grad_", *_DROPOUT,
 }  # fmt: skip
 _SHAPE = {"view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "expand"}
+_SWAP = {"transpose", "swapaxes", "swapdims", "transpose_"}
 _ADD = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 _SUB = {"sub", "sub_", "__sub__", "__isub__"}
 _MUL = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
 _DIV = {"div", "div_", "__truediv__", "__itruediv__", "true_divide", "divide"}
+_FILL = {"masked_fill", "masked_fill_"}
+_CLAMP = {"max", "min", "maximum", "minimum", "clamp", "clamp_", "clip"}
+_PART = {"__getitem__", "narrow"}
 
 
 def follow(
     tags: Tags, name: str, args: tuple, kwargs: dict[str, Any], result: Tensor
 ) -> Scores | Weights | None:
-    """The tag of `result`, where the operation `name` carries one of its arguments' tags on."""
+    """The tag of `result`, where the operation `name` carries one of its arguments' tags on.
+
+    An unknown operation that keeps the shape keeps the tag too, no longer faithful.
+    """
     if name == "where" and len(args) == 3:
         keep, source, fill = args
         if tags[keep] is not None:  # x.where(condition, other)
@@ -128,46 +114,135 @@ def follow(
         return _filled(tag, keep, fill, source) if isinstance(tag, Scores) else tag
     if name in ("cat", "concat", "concatenate"):
         return _with_sink(tags, args, kwargs)
-    source = args[0] if args else None
+    source = args[0] if args else kwargs.get("input")
     tag = tags[source]
     other = args[1] if len(args) > 1 else kwargs.get("other")
     if tag is None and name in _ADD | _MUL and isinstance(other, Tensor):
         source, other, tag = other, args[0], tags[other]
-    if tag is None:
+    if tag is None or name.endswith("_like") or name.startswith("new_"):
         return None
     assert isinstance(source, Tensor)
+    dims = _axes(name, args, kwargs, source, result)
+    if dims is not None:
+        return replace(tag, order=_composed(tag.order, dims))
+    if name == "softmax":
+        dim = kwargs.get("dim", other)
+        return _normalised(tag, dim, result) if isinstance(tag, Scores) else None
+    if isinstance(tag, Weights):
+        return _weights(tag, name, args, kwargs, source, result)
+    return _scores(tag, name, args, kwargs, source, other, result)
+
+
+def _weights(
+    tag: Weights, name: str, args: tuple, kwargs: dict[str, Any], source: Tensor, result: Tensor
+) -> Weights | None:
+    if name in _SAME:
+        return replace(tag, dropped=tag.dropped or (name in _DROPOUT and _drops(args, kwargs)))
+    if name in _SHAPE | _PART:
+        kept = tag.order is None and result.shape[-2:-1] == source.shape[-2:-1]
+        return tag if kept else None
+    if result.shape != source.shape:
+        return None
+    return tag if name in _FILL else replace(tag, faithful=False)
+
+
+def _scores(
+    tag: Scores,
+    name: str,
+    args: tuple,
+    kwargs: dict[str, Any],
+    source: Tensor,
+    other: Any,
+    result: Tensor,
+) -> Scores | None:
     if name in _SAME:
         return tag
-    if name == "softmax" and isinstance(tag, Scores):
-        dim = kwargs.get("dim", other)
-        return Weights(tag, tuple(result.shape[:-2])) if dim in (-1, result.dim() - 1) else None
-    if isinstance(tag, Weights):
-        carried = _SHAPE | _MUL | {"masked_fill", "masked_fill_", "__getitem__", "narrow"}
-        return tag if name in carried and result.shape[-2:-1] == source.shape[-2:-1] else None
     if name in _SHAPE:
+        if tag.order is not None:
+            return None
         if tag.bias is None:
             return tag
         return replace(tag, bias=tag.bias.expand(source.shape).reshape(result.shape))
-    if name in ("masked_fill", "masked_fill_"):
+    if result.shape != source.shape:
+        return None
+    if tag.order is not None and _number(other) is None:
+        return replace(tag, faithful=False)
+    if name in _FILL:
         keep = kwargs.get("mask", other)
         fill = kwargs.get("value", args[2] if len(args) > 2 else None)
-        assert isinstance(keep, Tensor)
         return _filled(tag, ~keep.bool(), fill, source)
     if name in _ADD:
         return _plus(tag, other, kwargs.get("alpha", 1))
     if name in _SUB:
         return _plus(tag, other, -kwargs.get("alpha", 1))
     if name in _MUL | _DIV:
-        factor = _number(other)
-        if factor is None:
-            return replace(tag, faithful=False)
-        return _times(tag, factor if name in _MUL else 1.0 / factor)
+        return _times(tag, other if name in _MUL else 1.0 / other, source)
     if name in ("tanh", "tanh_"):
         known = tag.bias is None and tag.sink is None and tag.softcap is None
         return replace(tag, softcap=1.0, capped=True, faithful=tag.faithful and known)
-    if name in ("max", "maximum", "clamp", "clamp_", "clip") and result.shape == source.shape:
+    if name in _CLAMP and all(_is_far(bound) for bound in (*args[1:], *kwargs.values())):
         return tag
+    return replace(tag, faithful=False)
+
+
+def _drops(args: tuple, kwargs: dict[str, Any]) -> bool:
+    probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", args[2] if len(args) > 2 else True)
+    return bool(training and probability)
+
+
+def _is_far(bound: Any) -> bool:
+    """True for a bound that no real score reaches."""
+    value = _number(bound)
+    return bound is None or (value is not None and abs(value) >= -HIDDEN)
+
+
+def _swapped(dims: int) -> tuple[int, ...]:
+    return (*range(dims - 2), dims - 1, dims - 2)
+
+
+def _axes(
+    name: str, args: tuple, kwargs: dict[str, Any], source: Tensor, result: Tensor
+) -> tuple[int, ...] | None:
+    """Which axis of `source` each axis of `result` is, where `name` permutes them."""
+    count = source.dim()
+    if name == "permute":
+        dims = kwargs.get("dims", args[1] if len(args) == 2 else args[1:])
+        return tuple(d % count for d in dims)
+    if name in _SWAP:
+        first, second = [*args[1:], *kwargs.values()][:2]
+        order = list(range(count))
+        order[first], order[second] = order[second], order[first]
+        return tuple(order)
+    if name == "__get__" and count >= 2 and result.dim() == count:  # the property mT
+        turned = source.transpose(-2, -1)
+        if (result.shape, result.stride()) == (turned.shape, turned.stride()):
+            return _swapped(count)
     return None
+
+
+def _composed(order: tuple[int, ...] | None, dims: tuple[int, ...]) -> tuple[int, ...] | None:
+    new = dims if order is None else tuple(order[d] for d in dims)
+    return None if new == tuple(range(len(new))) else new
+
+
+def _normalised(tag: Scores, dim: Any, result: Tensor) -> Weights | None:
+    """The map that a softmax over `dim` makes of scores."""
+    count = result.dim()
+    if not isinstance(dim, int):
+        return None
+    order = tuple(range(count)) if tag.order is None else tag.order
+    axis = order[dim % count]
+    if axis == count - 2 and tag.sink is None:  # k q^T, normalised over its rows
+        bias = tag.bias if tag.bias is None or tag.bias.dim() < 2 else tag.bias.mT
+        faithful = tag.faithful and (bias is None or bias.dim() >= 2)
+        tag = replace(tag, q=tag.k, k=tag.q, bias=bias, faithful=faithful)
+        swap = _swapped(count)
+        order = tuple(swap[a] for a in order)
+    elif axis != count - 1:
+        return None
+    lead = tuple(result.shape[order.index(a)] for a in range(count - 2))
+    return Weights(tag, lead, order=_composed(None, order))
 
 
 def _number(value: Any) -> float | None:
@@ -176,21 +251,28 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _times(tag: Scores, factor: float) -> Scores:
+def _times(tag: Scores, factor: Tensor | float | int, source: Tensor) -> Scores:
+    number = _number(factor)
     bias = None if tag.bias is None else tag.bias * factor
+    if number is None:
+        assert isinstance(factor, Tensor)
+        # One factor a head or a query (a learned temperature) belongs to the query.
+        rows = tuple(source.shape[:-1])
+        same = torch.Size(rows).numel() == tag.q.shape[:-1].numel()
+        if tag.capped or factor.shape[-1] != 1 or not same:
+            return replace(tag, faithful=False)
+        each = factor.expand(*rows, 1).reshape(*tag.q.shape[:-1], 1)
+        return replace(tag, q=tag.q * each, bias=bias)
     if not tag.capped:
-        return replace(tag, scale=tag.scale * factor, bias=bias)
+        return replace(tag, scale=tag.scale * number, bias=bias)
     # cap * tanh(scale * qk): the softcap's inner division is part of the scale.
     assert tag.softcap is not None
-    cap = tag.softcap * factor
-    return replace(tag, softcap=cap, scale=tag.scale * factor, bias=bias)
+    return replace(tag, softcap=tag.softcap * number, scale=tag.scale * number, bias=bias)
 
 
-def _plus(tag: Scores, other: Any, sign: float) -> Scores:
-    if not isinstance(other, Tensor):
-        return tag  # a constant moves every score alike: softmax does not see it
-    if other.dim() and other.shape[-1] == 1:
-        return tag  # one value a row: the same
+def _plus(tag: Scores, other: Tensor | float, sign: float | int) -> Scores:
+    if not isinstance(other, Tensor) or other.numel() == 1 or other.shape[-1] == 1:
+        return tag  # one value a row moves its scores alike: softmax does not see it
     other = other if sign == 1 else other * sign
     return replace(tag, bias=other if tag.bias is None else tag.bias + other)
 
@@ -216,6 +298,6 @@ def _with_sink(tags: Tags, args: tuple, kwargs: dict[str, Any]) -> Scores | None
     if len(parts) != 2 or parts[0].dim() == 0 or dim not in (-1, parts[0].dim() - 1):
         return None
     tag = tags[parts[0]]
-    if not isinstance(tag, Scores) or parts[1].shape[-1] != 1:
+    if not isinstance(tag, Scores) or tag.order is not None or parts[1].shape[-1] != 1:
         return None
     return replace(tag, sink=parts[1][..., 0])

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -15,11 +15,13 @@ class AttentionMask:
     """
 
     causal: bool = False
-    """Query i sees key j when j <= i + offset."""
+    """Query i sees key j when j <= its position."""
     offset: int = 0
     """Position of query 0 among the keys (above 0 when a cache holds earlier keys)."""
+    positions: Int[Tensor, " query"] | None = None
+    """Position of each query among the keys, ascending; i + offset where not given."""
     window: int | None = None
-    """Query i sees the `window` most recent keys, its own position included; needs `causal`."""
+    """A query sees the `window` most recent keys, its own position included; needs `causal`."""
     allowed: Bool[Tensor, "#batch #head #query #key"] | None = None
     """True where the key may be seen."""
     additive: Float[Tensor, "#batch #head #query #key"] | None = None
@@ -28,6 +30,18 @@ class AttentionMask:
     def __post_init__(self) -> None:
         if self.window is not None and (not self.causal or self.window < 1):
             raise ValueError(f"window={self.window} needs causal=True and a value of at least 1")
+
+    def position_range(self, rows: range) -> tuple[int, int]:
+        """The first and the last position of some consecutive queries."""
+        if self.positions is None:
+            return rows.start + self.offset, rows.stop - 1 + self.offset
+        return int(self.positions[rows.start]), int(self.positions[rows.stop - 1])
+
+    def positions_of(self, rows: range, device: torch.device) -> Int[Tensor, " row"]:
+        """The positions of some consecutive queries."""
+        if self.positions is None:
+            return torch.arange(rows.start, rows.stop, device=device) + self.offset
+        return self.positions[rows.start : rows.stop].to(device)
 
     @property
     def is_open(self) -> bool:
@@ -50,8 +64,8 @@ class AttentionSite:
     name: str
     """Path of the module whose forward computes the attention."""
     q: Float[Tensor, "head head_dim dim"] | None
-    k: Float[Tensor, "kv_head head_dim dim"] | None
-    v: Float[Tensor, "kv_head value_dim dim"] | None
+    k: Float[Tensor, "kv_head head_dim key_in"] | None
+    v: Float[Tensor, "kv_head value_dim value_in"] | None
     o: Float[Tensor, "head out_dim value_dim"] | None
     layer_scale: Float[Tensor, " out_dim"] | None = None
     """The learned factor on the layer's update, if any (LayerScale)."""

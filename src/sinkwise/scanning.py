@@ -189,7 +189,7 @@ class _Run:
             on_block=observer.on_block,
             sites=observer.sites,
             check=check,
-        ):
+        ) as coverage:
             for batch in batches:
                 batch = self.prepare(batch)
                 tokens = self._layout(batch) if self._layout else None
@@ -202,6 +202,7 @@ class _Run:
                 self.samples += size
                 if self._progress is not None:
                     self._progress(self.samples)
+        observer.silent = coverage.silent
 
 
 class _Observer:
@@ -220,6 +221,7 @@ class _Observer:
         self._size = 1
         self._seen: dict[str, None] = {}
         self._skipped: set[str] = set()
+        self.silent: tuple[str, ...] = ()
 
     def begin(
         self, layout: TokenLayout | None, offset: int, size: int, device: torch.device
@@ -291,6 +293,7 @@ class _Observer:
             "sites_measured": measured,
             "sites_unknown": sorted(n for n in self._seen if n not in self.sites),
             "calls_skipped": sorted(self._skipped),
+            "blocks_without_softmax_attention": list(self.silent),
             "nonfinite": int(heads["nonfinite"].sum()),
             "versions": versions(),
         }

@@ -156,9 +156,10 @@ def _summary(sinks: pl.DataFrame, total: int) -> str:
 
 def _near_miss(layers: pl.DataFrame) -> list[str]:
     """Where the first token gets much attention that the event rule does not call a sink."""
-    row = layers.sort("received_first", descending=True, nulls_last=True).row(0, named=True)
-    if not row["received_first"] >= WORTH_SAYING:
+    near = layers.filter(pl.col("received_first").fill_nan(None) >= WORTH_SAYING)
+    if not len(near):
         return []
+    row = near.sort("received_first", descending=True).row(0, named=True)
     return [
         f"The first token receives {row['received_first']:.2f} of the attention in layer "
         f"{row['layer']}, but too few queries agree for the event rule; `--rule mean` judges the "

@@ -56,7 +56,7 @@ def visible_column(
     queries: int,
 ) -> Bool[Tensor, "event query"]:
     """Which queries can see each named key."""
-    query = torch.arange(queries, device=key.device)[None, :] + mask.offset
+    query = mask.positions_of(range(queries), key.device)[None, :]
     visible = torch.ones(len(key), queries, dtype=torch.bool, device=key.device)
     if mask.causal:
         visible &= key[:, None] <= query

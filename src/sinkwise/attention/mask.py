@@ -14,7 +14,7 @@ def is_hidden(additive: Float[Tensor, "..."]) -> Bool[Tensor, "..."]:
 
 def causal_tile(mask: AttentionMask, rows: range, keys: range, device: torch.device) -> Tensor:
     """Bool [query key]: what causality and the window leave visible in one tile."""
-    query = torch.arange(rows.start, rows.stop, device=device)[:, None] + mask.offset
+    query = mask.positions_of(rows, device)[:, None]
     key = torch.arange(keys.start, keys.stop, device=device)[None, :]
     visible = key <= query
     if mask.window is not None:
@@ -35,10 +35,11 @@ def key_range(mask: AttentionMask, rows: range, num_keys: int) -> range:
     """The keys that any of these queries can see by position (the rest needs no arithmetic)."""
     if not mask.causal:
         return range(num_keys)
-    stop = min(num_keys, max(0, rows.stop + mask.offset))
+    first, last = mask.position_range(rows)
+    stop = min(num_keys, max(0, last + 1))
     start = 0
     if mask.window is not None:
-        start = min(stop, max(0, rows.start + mask.offset - mask.window + 1))
+        start = min(stop, max(0, first - mask.window + 1))
     return range(start, stop)
 
 
@@ -63,9 +64,10 @@ def bias_tile(
 
     Tiles that lie wholly below a causal diagonal need no bias, which is most of them.
     """
-    below = mask.causal and keys.stop - 1 <= rows.start + mask.offset
+    first, last = mask.position_range(rows)
+    below = mask.causal and keys.stop - 1 <= first
     if below and mask.window is not None:
-        below = keys.start > rows.stop - 1 + mask.offset - mask.window
+        below = keys.start > last - mask.window
     if (below or not mask.causal) and mask.allowed is None and mask.additive is None:
         return None
     bias = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)

@@ -37,7 +37,8 @@ def transposed_mass(
     left = F.pad(k.repeat_interleave(heads // k.shape[1], dim=1), (0, len(columns)), value=1.0)
     right = torch.cat([q, *(c[..., None] for c in columns)], dim=-1)
     left, right = F.pad(left, (0, pad)), F.pad(right, (0, pad))
-    square = mask.causal and mask.offset == 0 and mask.window is None and queries == keys
+    square = mask.causal and mask.position_range(range(queries)) == (0, keys - 1)
+    square = square and mask.window is None and queries == keys
     if mask.is_open:
         return kernel_lse(left, right, scale=scale).exp()
     if square and mask.allowed is None and mask.additive is None:

@@ -69,7 +69,7 @@ def tower(model: nn.Module, inputs: Any) -> nn.Module:
     return model
 
 
-def call(model: nn.Module, batch: Any) -> None:
+def call(model: nn.Module, batch: Any) -> Any:
     """Run the model on a batch: a tensor, a tuple of its arguments, or a dict of them by name.
 
     Nothing that attention does not need is asked for: no cache, one position's logits.
@@ -78,11 +78,10 @@ def call(model: nn.Module, batch: Any) -> None:
         name = getattr(model, "main_input_name", None)
         batch = {name: batch} if isinstance(name, str) else (batch,)
     if isinstance(batch, tuple | list):
-        model(*batch)
-        return
+        return model(*batch)
     accepted = inspect.signature(model.forward).parameters
     spare = {"use_cache": False, "logits_to_keep": 1}
-    model(**{**{key: value for key, value in spare.items() if key in accepted}, **batch})
+    return model(**{**{key: value for key, value in spare.items() if key in accepted}, **batch})
 
 
 def moved(batch: Any, device: torch.device) -> Any:

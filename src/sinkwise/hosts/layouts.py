@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from sinkwise.layout import TokenLayout, code
 
 _CLASS = ("cls_token", "class_embedding", "class_token", "dist_token", "distillation_token")
+_LATE = ("blocks_token_only", "cls_attn_blocks")
+"""Parts of models (CaiT, XCiT) whose class token joins only after the patches' own blocks."""
 _REGISTERS = ("reg_token", "register_tokens", "reg_tokens", "storage_tokens")
 
 
@@ -43,18 +45,28 @@ def _image(model: nn.Module, pixels: Tensor) -> TokenLayout | None:
     if patch is None:
         return None
     prefix: list[str] = []
+    late = any(hasattr(module, part) for module in model.modules() for part in _LATE)
     for names, kind in ((_CLASS, "cls"), (_REGISTERS, "register")):
         for name, parameter in model.named_parameters():
-            if name.rpartition(".")[2] in names:
+            if name.rpartition(".")[2] in names and not late:
                 prefix += [kind] * (parameter.shape[-2] if parameter.dim() > 1 else 1)
     grid = (pixels.shape[-2] // patch[0], pixels.shape[-1] // patch[1])
     return TokenLayout.of_image(pixels.shape[0], prefix=tuple(prefix), grid=grid)
 
 
 def patch_size(model: nn.Module) -> tuple[int, int] | None:
-    """Height and width of a patch: the first convolution whose stride is its kernel."""
+    """Height and width of a patch: what timm's patch embedding says, else the first convolution
+    whose stride is its kernel; None where pictures are not cut into patches.
+    """
     for module in model.modules():
-        if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride:
+        for name in ("patch_embed", "embeds"):
+            size = getattr(getattr(module, name, None), "patch_size", None)
+            if isinstance(size, int):
+                return (size, size)
+            if isinstance(size, tuple) and len(size) == 2:
+                return (int(size[0]), int(size[1]))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride != (1, 1):
             return (int(module.kernel_size[0]), int(module.kernel_size[1]))
     return None
 

@@ -127,7 +127,7 @@ class CallMeter:
         """`seen` of the call's mask: layers share their mask, so it is computed once."""
         mask = record.mask
         if not record.faithful and record.weights is not None and mask.is_open:
-            mask = AttentionMask(allowed=(record.weights > 0).any(dim=1, keepdim=True))
+            mask = AttentionMask(allowed=_visible(record.weights))
         shape = (record.q.shape[0], record.q.shape[2], record.k.shape[2])
         for known, size, rows, result in self._seen:
             if size == shape and rows is counted and _same(known, mask):
@@ -214,6 +214,16 @@ class CallMeter:
         if site.name not in self._roots:
             self._roots[site.name] = output_root(site.o, site.layer_scale)
         return self._roots[site.name]
+
+
+def _visible(weights: Tensor) -> Bool[Tensor, "batch 1 query key"]:
+    """Who sees whom, from the map alone. A key that gets nothing at all has lost to a strong sink
+    (its weights underflow), it is not hidden; a triangle of zeros is a causal mask.
+    """
+    visible = (weights > 0).any(dim=1, keepdim=True)
+    lost = ~visible.any(dim=-2, keepdim=True)
+    causal = not bool(visible.triu(1).any()) and not bool(visible.tril(-1).logical_not().all())
+    return visible | (lost.expand_as(visible).tril() if causal else lost)
 
 
 def _same(one: AttentionMask, other: AttentionMask) -> bool:
