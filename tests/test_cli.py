@@ -20,7 +20,20 @@ from transformers import (
 
 from tests.tokenizers import word_tokenizer
 
-WORDS = "the sink draws attention from every query that has nothing to say".split()
+WORDS = [
+    "the",
+    "sink",
+    "draws",
+    "attention",
+    "from",
+    "every",
+    "query",
+    "that",
+    "has",
+    "nothing",
+    "to",
+    "say",
+]
 
 
 def sinkwise(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:

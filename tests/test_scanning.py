@@ -333,7 +333,6 @@ def test_attention_that_is_the_model_itself():
     assert found.layers["token_norm_max"].to_list() == [None]
 
 
-@pytest.mark.xfail(strict=True, reason="the old scan is moved into what is then deleted")
 def test_a_rename_that_fails_leaves_the_old_scan(found, other, tmp_path, monkeypatch):
     target = found.save(tmp_path / "scan")
     calls, rename = [], os.replace
@@ -352,7 +351,6 @@ def test_a_rename_that_fails_leaves_the_old_scan(found, other, tmp_path, monkeyp
     assert files(tmp_path) == ["scan", *[f"scan/{name}" for name in SAVED]]
 
 
-@pytest.mark.xfail(strict=True, reason="a scan's directory is replaced whole")
 def test_what_else_lies_beside_a_scan_survives(found, other, tmp_path):
     target = found.save(tmp_path / "scan")
     (target / "report.html").write_text("mine")

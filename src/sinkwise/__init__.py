@@ -13,7 +13,7 @@ _EXPORTS = {
     "text": "data.text",
     "images": "data.images",
     "scan": "scanning",
-    "Scan": "scanning",
+    "Scan": "results",
     "capture": "capturing",
     "attention_sites": "hosts.sites",
     "token_layout": "hosts.layouts",

@@ -21,7 +21,7 @@ from sinkwise.hosts.blocks import Block, LayerIndex, clean, find_blocks
 from sinkwise.records import OPEN, AttentionMask, AttentionRecord, AttentionSite
 
 OnRecord = Callable[[AttentionRecord], None]
-OnBlock = Callable[[Block, Tensor, Tensor, bool], None]
+OnBlock = Callable[[Block, int, Tensor, Tensor, bool], None]
 
 
 _UNSEEN = re.compile(r"(paged\|)?fl(ash|ex)_")
@@ -52,7 +52,7 @@ def capture(
     It sees `F.scaled_dot_product_attention`, `F.multi_head_attention_forward` (its fast path is
     avoided) and any softmax between two products, by a torch function mode: nothing is patched.
     Records are only valid during the callback; nothing is kept. `on_block` is called after each
-    block with (block, input, output, whether the output comes straight from a norm). `sites`
+    block with (block, layer, input, output, whether the output comes straight from a norm). `sites`
     (`hosts.attention_sites(model)`) fills `record.site`.
 
     With `check`, each module's calls are recomputed once: a record whose fields do not give the
@@ -140,6 +140,7 @@ class _CaptureMode(TorchFunctionMode):
         self._checked: set[tuple[str, int]] = set()
         self._doubtful: set[str] = set()
         self._calls: dict[str, int] = {}
+        self._runs: dict[str, int] = {}
         self._tags = provenance.Tags()
         self._inputs: list[tuple[Block, Tensor | None]] = []
         self._normed: weakref.ref | None = None
@@ -152,6 +153,7 @@ class _CaptureMode(TorchFunctionMode):
         """A new forward pass: calls are counted from 0 again."""
         self.forwards += 1
         self._calls.clear()
+        self._runs.clear()
         self._inputs.clear()
         self._tags.clear()
 
@@ -174,11 +176,13 @@ class _CaptureMode(TorchFunctionMode):
             entered, before = self._inputs.pop()
             if entered is block:
                 break
+        layer = self._index.layer(block.name, self._runs.get(block.name, 0))
+        self._runs[block.name] = self._runs.get(block.name, 0) + 1
         after = next((t for t in _flat(out) if _is_stream(t)), None)
         if on_block is not None and before is not None and after is not None:
             normed = self._normed is not None and self._normed() is after
             with torch.no_grad():
-                on_block(block, before, after, normed)
+                on_block(block, layer, before, after, normed)
 
     def forget(self) -> None:
         """Let go of every tensor."""

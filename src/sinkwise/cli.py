@@ -13,7 +13,7 @@ import typer
 from sinkwise.errors import InputError, SinkwiseError
 
 if TYPE_CHECKING:
-    from sinkwise.scanning import Scan
+    from sinkwise.results import Scan
 
 DEFAULT_LENGTH = 1024
 """Tokens of a text sample, where the model has as many positions."""
@@ -62,8 +62,9 @@ def diagnose(
         from sinkwise.data.text import text as text_inputs
         from sinkwise.hosts.inputs import position_limit
         from sinkwise.hosts.load import load
+        from sinkwise.results import check_target
         from sinkwise.rules import Rules
-        from sinkwise.scanning import check_target, scan
+        from sinkwise.scanning import scan
 
         if (text is None) == (images is None):
             raise InputError("give either --text FILE or --images DIR")

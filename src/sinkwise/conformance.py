@@ -173,7 +173,7 @@ def check_probabilities(sample: Sample) -> None:
         where = _where(record)
         error = ((total - 1.0).abs() * sees).max()
         _demand(weights.min() >= 0, f"{where}: a weight is {float(weights.min()):.3g}")
-        _demand(error <= sample.tolerance, f"{where}: weights miss a sum of 1 by {float(error):.3g}")
+        _demand(error <= sample.tolerance, f"{where}: weights miss 1 by {float(error):.3g}")
         if record.lse is not None:
             visible = sees & again.weights.sum(dim=-1).gt(0)
             error = ((record.lse.double() - again.lse).abs() * visible).nan_to_num().max()
@@ -245,7 +245,7 @@ def check_output_projection(sample: Sample) -> None:
 
 def _projects_elsewhere(sample: Sample, name: str) -> bool:
     """BERT's self-attention returns the heads' outputs; its sibling projects them."""
-    module = dict((clean(n), m) for n, m in sample.model.named_modules())[name]
+    module = {clean(n): m for n, m in sample.model.named_modules()}[name]
     outputs = ("o_proj", "out_proj", "dense", "out_lin", "proj", "c_proj")
     return not any(hasattr(module, output) for output in outputs)
 

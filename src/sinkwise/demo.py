@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sinkwise.hosts.load import load
-from sinkwise.scanning import Scan, check_target, scan
+from sinkwise.results import Scan, check_target
+from sinkwise.scanning import scan
 from sinkwise.synthetic.shipped import shipped
 
 WORDS = {

@@ -228,6 +228,10 @@ class Rules:
         """`auto` (mean for causal calls, relaxed for others), or one event rule for all calls."""
         if name == "auto":
             return cls()
+        if not isinstance(name, str):
+            raise InputError(
+                f"rules={name!r} is a {type(name).__name__}; give a name or Rules(...)"
+            )
         if name not in EVENT_RULES:
             known = ", ".join(["auto", *EVENT_RULES])
             raise InputError(f"rule={name!r} is unknown; it is one of {known}")

@@ -45,7 +45,11 @@ class Verdict:
 
 
 def judge(
-    heads: pl.DataFrame, events: pl.DataFrame, layers: pl.DataFrame, rule: ModelRule
+    heads: pl.DataFrame,
+    events: pl.DataFrame,
+    layers: pl.DataFrame,
+    rule: ModelRule,
+    other_rule: str | None = None,
 ) -> Verdict:
     """Weigh the heads of a scan.
 
@@ -65,7 +69,7 @@ def judge(
         )
     if len(sinks) < max(1, rule.min_head_share * total):
         evidence.insert(0, f"{len(sinks)} of {total} heads have a sink: nothing to answer.")
-        evidence += _near_miss(layers)
+        evidence += _near_miss(layers, other_rule)
         return Verdict("none", tuple(evidence), depths)
     evidence.insert(0, _summary(sinks, total))
     evidence += _token_lines(sinks, events)
@@ -154,16 +158,16 @@ def _summary(sinks: pl.DataFrame, total: int) -> str:
     )
 
 
-def _near_miss(layers: pl.DataFrame) -> list[str]:
+def _near_miss(layers: pl.DataFrame, other_rule: str | None) -> list[str]:
     """Where the first token gets much attention that the event rule does not call a sink."""
     near = layers.filter(pl.col("received_first").fill_nan(None) >= WORTH_SAYING)
     if not len(near):
         return []
     row = near.sort("received_first", descending=True).row(0, named=True)
+    advice = f"; `--rule {other_rule}` asks for less" if other_rule else ""
     return [
         f"The first token receives {row['received_first']:.2f} of the attention in layer "
-        f"{row['layer']}, but too few queries agree for the event rule; `--rule mean` judges the "
-        "mean alone."
+        f"{row['layer']}, which does not meet the event rule{advice}."
     ]
 
 

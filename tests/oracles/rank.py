@@ -32,7 +32,7 @@ def projected(v, w_o, layer_scale=None):
 
 
 def update(weights, v, w_o, layer_scale=None, counted=None):
-    """U = A u for the counted queries only, [rows, out_dim]; weights [Q, K] and v [K, value_dim]."""
+    """U = A u for the counted queries, [rows, out_dim]; weights [Q, K] and v [K, value_dim]."""
     weights, u = array(weights), projected(v, w_o, layer_scale)
     counted = np.ones(weights.shape[0], dtype=bool) if counted is None else array(counted)
     rows = []
@@ -67,7 +67,7 @@ def value_norms(v, w_o=None, layer_scale=None):
 
 
 def value_ratio(norms, s, counted=None):
-    """norms[s] over the mean norm of the other counted keys; NaN when there is none or all are 0."""
+    """norms[s] over the mean norm of the other counted keys; NaN where there is none."""
     others = [
         norms[j] for j in range(len(norms)) if j != s and (counted is None or bool(counted[j]))
     ]

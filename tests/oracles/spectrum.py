@@ -7,7 +7,7 @@ from .arrays import array
 
 
 def interaction(q, k, gain=None):
-    """Theta [head, dim, dim] with x Theta y^T = (x q_h^T)(y k_h^T)^T, both inputs times the gain."""
+    """Theta [head, dim, dim] with x Theta y^T = (x q_h^T)(y k_h^T)^T, x and y times the gain."""
     q, k = array(q), array(k)
     dim = q.shape[2]
     gain = np.ones(dim) if gain is None else array(gain)

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,11 +38,11 @@ def batches_for(model: nn.Module, inputs: Any) -> Iterator[Any]:
     if isinstance(inputs, ImageInputs):
         if source is None or source.image is None:
             raise InputError(
-                f"{type(model).__name__} takes no pictures that sinkwise.load knows how to prepare; "
+                f"{type(model).__name__} takes no pictures that sinkwise.load can prepare; "
                 "give text, or batches of pixel tensors"
             )
         return inputs.batches(source.image)
-    if isinstance(inputs, Tensor | dict | str) or not isinstance(inputs, Iterable):
+    if isinstance(inputs, Tensor | Mapping | str) or not isinstance(inputs, Iterable):
         raise InputError(
             f"batches is a {type(inputs).__name__}; it is sinkwise.text(...), sinkwise.images(...) "
             "or a list of what the model takes (tensor, tuple or dict)"
@@ -115,7 +115,9 @@ def first_sample(batch: Any, size: int) -> Any:
 
 def batch_size(batch: Any) -> int:
     """The number of samples: the length of the first tensor."""
-    values = batch.values() if isinstance(batch, dict) else batch
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    if not isinstance(batch, Tensor | Mapping | tuple | list):
+        values = ()
     for value in [batch] if isinstance(batch, Tensor) else values:
         if isinstance(value, Tensor) and value.dim():
             return value.shape[0]

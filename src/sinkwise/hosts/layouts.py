@@ -1,5 +1,6 @@
 """The token layout of a batch: from the model's own tokens, its tokenizer and the inputs."""
 
+import re
 from typing import Any
 
 import torch
@@ -95,3 +96,17 @@ def _text(model: nn.Module, ids: Tensor, mask: Tensor | None, tokenizer: Any | N
         codes[first & (cpu == cls)] = code("cls")
     codes[~real] = code("pad")
     return TokenLayout(codes)
+
+
+_CROSS = re.compile(r"cross|encoder_attn|encdec|multihead_attn", re.IGNORECASE)
+_DECODER = re.compile(r"(^|\.)decoder(\.|$)")
+
+
+def is_cross(name: str) -> bool:
+    """Whether a module's path says that its queries and keys are different sequences."""
+    return bool(_CROSS.search(name))
+
+
+def is_decoder(name: str) -> bool:
+    """Whether a module belongs to the decoder of an encoder-decoder."""
+    return bool(_DECODER.search(name))

@@ -4,7 +4,7 @@ from typing import Any
 
 import polars as pl
 
-from sinkwise.scanning import Scan
+from sinkwise.results import Scan
 
 COLORS = {
     "nop": "#3b6fb6",

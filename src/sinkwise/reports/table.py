@@ -5,7 +5,7 @@ from typing import Any
 import polars as pl
 from rich.table import Table
 
-from sinkwise.scanning import Scan
+from sinkwise.results import Scan
 
 HEADINGS = (
     ("layer", "right"),
