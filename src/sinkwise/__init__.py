@@ -28,6 +28,7 @@ _EXPORTS = {
     "MechanismRule": "rules",
     "HeadRule": "rules",
     "ModelRule": "rules",
+    "Screen": "attention.screen",
     "Verdict": "verdict",
     "SinkwiseError": "errors",
     "InputError": "errors",

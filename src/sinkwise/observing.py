@@ -1,10 +1,12 @@
 """The observer of a scan: measures what a capture hands it, and adds it to tables."""
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sinkwise.attention.screen import Screen
 from sinkwise.errors import CaptureError, InputError
 from sinkwise.hosts.blocks import Block
 from sinkwise.hosts.inputs import first_sample
@@ -28,13 +30,13 @@ MIN_QUERIES = 2
 class Observer:
     """Receives records and block borders, measures them, and adds them to the tables."""
 
-    def __init__(self, model: nn.Module, rules: Rules) -> None:
+    def __init__(self, model: nn.Module, rules: Rules, screen: Screen | None = None) -> None:
         self._model = model
         self._rules = rules
         self._two_towers = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", None))
         self.sites = attention_sites(model)
         self.tables = Tables(rules)
-        self._meter = CallMeter(rules)
+        self._meter = CallMeter(rules, screen)
         self._cache = StreamCache()
         self._layout: TokenLayout | None = None
         self._real: Tensor | None = None
@@ -92,8 +94,9 @@ class Observer:
         residual = record.residual
         if residual is not None and residual.shape[1] == keys and not is_cross(record.name):
             stream = self._cache.border(residual, real)
-        stats = self._meter.measure(record, layout.codes, real, stream)
         windows = batch // self._size
+        draw = (self._offset * 4099 + record.layer) * 131 + record.call
+        stats = self._meter.measure(record, layout.codes, real, stream, draw)
         self.tables.add_call(record.layer, record.name, stats, layout, self._offset, windows)
 
     def _apart(self, name: str) -> bool:
@@ -109,6 +112,12 @@ class Observer:
         found = measured_sites(self._model, missing, one)
         self.sites.update(found)
         return bool(found)
+
+    def _screening(self) -> dict[str, Any] | None:
+        """What a screened scan must say of itself."""
+        if self._meter.screen is None:
+            return None
+        return {**asdict(self._meter.screen), "calls": self._meter.calls}
 
     def result(self, samples: int, model: str) -> Scan:
         """The finished scan."""
@@ -139,6 +148,7 @@ class Observer:
             "sites_measured": sorted(n for n, site in known.items() if site.source != "layout"),
             "sites_unknown": sorted(n for n in self._seen if n not in known),
             "output_unknown": sorted(n for n in self._seen if n not in known or known[n].o is None),
+            "screen": self._screening(),
             "calls_skipped": sorted(self._skipped),
             "blocks_without_softmax_attention": list(self.silent),
             "nonfinite": int(heads["nonfinite"].sum()),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sinkwise.attention.screen import Screen
 from sinkwise.capturing import capture
 from sinkwise.errors import InputError
 from sinkwise.hosts.inputs import batch_size, batches_for, call, cast, moved, tower
@@ -24,6 +25,7 @@ def scan(
     batches: Any,
     *,
     rules: Rules | str = "auto",
+    screen: Screen | bool = False,
     layout: Callable[[Any], TokenLayout] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Scan:
@@ -32,6 +34,9 @@ def scan(
     batches: `sinkwise.text(...)`, `sinkwise.images(...)`, or an iterable of what the module takes:
     a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
     rules: `auto`, an event rule's name, or a `Rules` object.
+    screen: for long sequences, name the candidates from a sample of the queries, and measure only
+    those over all queries. Every reported event is exact; a sink is missed with a probability of at
+    most `Screen.miss`; the shares by kind of token become estimates.
     layout: names the tokens of a batch where neither pictures nor token ids tell their kind.
     progress: called after each batch with the number of samples so far.
 
@@ -48,7 +53,7 @@ def scan(
     source = source_of(model)
     feed = batches_for(model, batches)
     model = tower(model, batches)
-    observer = Observer(model, rules)
+    observer = Observer(model, rules, Screen() if screen is True else screen or None)
     run = _Run(model, observer, layout, source.tokenizer if source else None, progress)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -87,7 +87,9 @@ class Screened(NamedTuple):
     """What a sample of the queries says about every key."""
 
     received: Float[Tensor, "batch head key"]
-    """Estimated received attention, unbiased where every stratum that sees the key was read."""
+    """Estimated received attention; queries of strata of which none was read count as 1."""
+    mass: Float[Tensor, "batch head key"]
+    """Estimated sum of A_ij over all queries i, those of unread strata left out."""
     margin: Float[Tensor, " key"]
     """A key whose estimate lies below a threshold by more than this reaches it with a probability
     of at most `miss`; infinite where nothing can be said.
@@ -135,6 +137,7 @@ def screen(
         mass[tile.pairs, :, :, tile.cols] += member[:, tile.rows] @ tile.scores.exp_()
     weight = (share / read.clamp(min=1)).to(device, dtype)
     estimate = (mass.reshape(batch, heads, *shape[2:]) * weight).sum(dim=2)
-    estimate += (share * blind).sum(dim=0).to(device, dtype)
+    upper = estimate + (share * blind).sum(dim=0).to(device, dtype)
     margin = (error * math.log(1.0 / miss) / 2.0).sqrt()
-    return Screened(estimate, margin.to(device, dtype))
+    total = estimate * seen.sum(dim=0).to(device, dtype)
+    return Screened(upper, total, margin.to(device, dtype))

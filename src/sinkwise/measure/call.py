@@ -9,6 +9,7 @@ from torch import Tensor
 from sinkwise.attention.column import columns, visible_column
 from sinkwise.attention.rank import output_root, update_spectrum
 from sinkwise.attention.received import Seen, received_mass, seen
+from sinkwise.attention.screen import Screen, Screened, screen
 from sinkwise.attention.tiles import statistics_dtype
 from sinkwise.layout import KINDS
 from sinkwise.measure.stream import Border
@@ -19,6 +20,10 @@ EVENT_FIELDS = (
     "received", "received_excess", "routed_share", "min_attention", "value_ratio",
     "value_ratio_raw", "stable_rank", "rank_one_energy", "update_norm", "token_norm_ratio",
 )  # fmt: skip
+
+
+WORTH_SCREENING = 0.5
+"""Share of the scores from which a screening saves nothing."""
 
 
 @dataclass(eq=False)
@@ -42,8 +47,10 @@ class CallStatistics:
 class CallMeter:
     """Measures calls; keeps what calls share: who sees whom under a mask, and output weights."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, screen: Screen | None = None) -> None:
         self.rules = rules
+        self.screen = screen
+        self.calls = {"screened": 0, "exact": 0}
         self._roots: dict[str, Tensor] = {}
         self._seen: list[tuple[AttentionMask, tuple[int, int, int], object, Seen]] = []
 
@@ -53,24 +60,43 @@ class CallMeter:
         codes: Tensor,
         real: Tensor | None,
         stream: Border | None,
+        draw: int = 0,
     ) -> CallStatistics:
         """Measure one call; `codes` [batch key] are kinds of keys, `real` marks no padding (None:
         all are real, or query and key are different sequences), `stream` is the block's input.
+
+        With a screen, calls that are long and plainly masked (`draw` numbers their sample) name
+        their candidates from some of the queries; whatever is reported of an event is exact then
+        too, `by_kind` is an estimate.
         """
         counted = real
-        received, mass, lse, count = self._received(record, counted)
+        screened = self._screened(record, counted, draw)
+        if screened is None:
+            received, mass, lse, count = self._received(record, counted)
+            bound = received
+        else:
+            lse, mass, count = record.lse, screened.mass, self._who_sees(record, None)
+            bound = screened.received + screened.margin
         queries = torch.full((record.q.shape[0], 1, 1), float(record.q.shape[2]))
         if counted is not None:
             queries = counted.sum(dim=-1).to(mass.dtype)[:, None, None]
         queries = queries.to(mass.device)
         finite = torch.isfinite(mass).all(dim=-1) & _finite_rows(record.out, counted)
         rule = self.rules.causal if _is_causal(count, real) else self.rules.bidirectional
-        possible = rule.candidates(received, count.count, count.uniform, queries)
+        possible = rule.candidates(bound, count.count, count.uniform, queries)
         possible &= finite[..., None]
         if real is not None:
             possible &= real[:, None, :]
         batch, head, key = possible.nonzero(as_tuple=True)
         weights = self._columns(record, lse, batch, head, key)
+        if screened is not None:
+            seen_by = count.count[0, 0].to(mass.dtype)
+            received = torch.full_like(mass, torch.nan)
+            received[batch, head, key] = weights.sum(dim=-1) / seen_by[key]
+            exact = rule.candidates(received, count.count, count.uniform, queries)
+            sure = exact[batch, head, key]
+            batch, head, key, weights = batch[sure], head[sure], key[sure], weights[sure]
+            received[:, :, 0] = self._first(record) / seen_by[0]
         judged = visible_column(record.mask, batch, head, key, record.q.shape[2])
         if counted is not None:
             judged &= counted[batch]
@@ -95,6 +121,35 @@ class CallMeter:
             key=key,
             fields=fields,
         )
+
+    def _screened(
+        self, record: AttentionRecord, counted: Tensor | None, draw: int
+    ) -> Screened | None:
+        """Estimates from a sample of the queries, where a screen is wanted, fits and pays."""
+        mask, found = record.mask, None
+        square = record.q.shape[2] == record.k.shape[2] or not mask.causal
+        plain = _same(mask, AttentionMask(causal=mask.causal)) and square and counted is None
+        if self.screen is not None and plain and record.lse is not None and record.weights is None:
+            sample = self.screen.sample(record.q.shape[2], mask.causal, draw)
+            if sample.cost <= WORTH_SCREENING:
+                found = screen(
+                    record.q,
+                    record.k,
+                    record.lse,
+                    sample,
+                    scale=record.scale,
+                    miss=self.screen.miss,
+                    softcap=record.softcap,
+                )
+        self.calls["exact" if found is None else "screened"] += 1
+        return found
+
+    def _first(self, record: AttentionRecord) -> Float[Tensor, "batch head"]:
+        """Attention to the first key, summed over all queries."""
+        shape = record.q.shape[:2]
+        batch, head = torch.ones(shape, device=record.q.device).nonzero(as_tuple=True)
+        weights = self._columns(record, record.lse, batch, head, torch.zeros_like(head))
+        return weights.sum(dim=-1).reshape(shape)
 
     def _received(
         self, record: AttentionRecord, counted: Tensor | None
@@ -227,8 +282,9 @@ def _visible(weights: Tensor) -> Bool[Tensor, "batch 1 query key"]:
 
 
 def _same(one: AttentionMask, other: AttentionMask) -> bool:
+    parts = ("positions", "allowed", "additive")
     return (one.causal, one.offset, one.window) == (other.causal, other.offset, other.window) and (
-        one.allowed is other.allowed and one.additive is other.additive
+        all(getattr(one, part) is getattr(other, part) for part in parts)
     )
 
 
