@@ -1,13 +1,16 @@
-"""What a scan costs: time and peak memory of plain forward, eager forward with attentions, scan.
+"""What a scan costs: time and peak memory beside the plain forward and the usual ways.
 
-    python bench/scan.py [--rounds 5] [--threads 1] [--write]
+    python bench/scan.py [--rounds 5] [--threads 1] [--device cpu] [--write]
 
-Ratios are medians over rounds of one run, in which the three take turns; peak memory is that above
-the loaded model, each measured in a process of its own. `--write` puts the table into
-bench/README.md. Random weights from config: nothing is downloaded.
+`eager` keeps the attentions that transformers returns, `caching` keeps q, k, v and the map of every
+layer, `scan` measures everything, `screen` is a screened scan. Ratios are medians over the rounds
+of one run, in which they take turns; peak memory is that above the loaded model, each in a process
+of its own (on a GPU: of the allocator). `--write` puts the table into bench/README.md. Random
+weights from config: nothing is downloaded.
 """
 
 import argparse
+import math
 import os
 import platform
 import statistics
@@ -18,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-VARIANTS = ("plain", "eager", "scan")
+VARIANTS = ("plain", "eager", "caching", "scan", "screen")
 HERE = Path(__file__).parent
 
 
@@ -67,55 +70,95 @@ def run(variant: str, model: Any, batch: Any, batches: int) -> None:
     import sinkwise as sw
     from sinkwise.hosts.inputs import call
 
-    if variant == "scan":
-        sw.scan(model, [batch] * batches)
+    if variant in ("scan", "screen"):
+        sw.scan(model, [batch] * batches, screen=variant == "screen")
         return
     with torch.no_grad():
         for _ in range(batches):
             if variant == "plain":
                 call(model, batch)
-            else:
+            elif variant == "eager":
                 model(batch, output_attentions=True)
+            else:
+                kept: list[Any] = []
+                with sw.capture(model, lambda record, kept=kept: kept.append(_cached(record))):
+                    call(model, batch)
 
 
-def seconds(case: str, rounds: int, batches: int) -> dict[str, float]:
-    """Median seconds a batch of each variant; a scan's one-off work is reported apart."""
-    model, batch = CASES[case]()
+def _cached(record: Any) -> tuple[Any, ...]:
+    """What tools that cache everything keep of an attention call."""
+    from sinkwise.attention.reference import attention
+
+    options = {"scale": record.scale, "mask": record.mask, "softcap": record.softcap}
+    return record.q, record.k, record.v, attention(record.q, record.k, record.v, **options).weights
+
+
+def timings(case: str, options: argparse.Namespace) -> dict[str, float]:
+    """Median seconds a batch of the plain forward and of a scan's one-off work; median ratios of
+    the others to the plain forward of their own round.
+    """
+    device, batches = options.device, options.batches
+    model, batch = _on(device, *CASES[case]())
+
+    def clock(variant: str, count: int) -> float:
+        start = time.perf_counter()
+        run(variant, model, batch, count)
+        _wait(device)
+        return time.perf_counter() - start
+
     taken: dict[str, list[float]] = {name: [] for name in (*VARIANTS, "once")}
-    for turn in range(rounds + 1):
-        for variant in VARIANTS:
+    for turn in range(options.rounds + 1):
+        plain = None
+        for variant in options.variants.split(","):
             model.set_attn_implementation("eager" if variant == "eager" else "sdpa")
-            count = 1 if variant == "eager" else batches
-            start = time.perf_counter()
-            run(variant, model, batch, count)
-            total = time.perf_counter() - start
-            if variant == "scan":
+            if variant in ("eager", "caching"):
+                each = clock(variant, 1)
+            elif variant == "plain":
+                each = plain = clock(variant, batches) / batches
+            else:
                 # Spectra, checks and output weights are paid once a scan, not once a batch.
-                start = time.perf_counter()
-                run(variant, model, batch, 1)
-                single = time.perf_counter() - start
-                if turn:
-                    each = (total - single) / (batches - 1)
-                    taken["scan"].append(each)
+                single = clock(variant, 1)
+                each = (clock(variant, batches + 1) - single) / batches
+                if variant == "scan" and turn:
                     taken["once"].append(single - each)
-            elif turn:
-                taken[variant].append(total / count)
-    return {name: statistics.median(values) for name, values in taken.items()}
+            if turn and plain is not None:  # the first turn warms up
+                taken[variant].append(each if variant == "plain" else each / plain)
+    return {name: statistics.median(values or [math.nan]) for name, values in taken.items()}
 
 
-def peak_mib(case: str, variant: str) -> float:
+def _on(device: str, model: Any, batch: Any) -> tuple[Any, Any]:
+    return model.to(device), batch.to(device)
+
+
+def _wait(device: str) -> None:
+    import torch
+
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def peak_mib(case: str, variant: str, options: argparse.Namespace) -> float:
     """Peak memory above the loaded model, in a process of its own."""
     command = [sys.executable, __file__, "--memory", variant, "--case", case]
+    command += ["--device", options.device, "--threads", str(options.threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
-def measure_memory(case: str, variant: str) -> None:
+def measure_memory(case: str, variant: str, device: str) -> None:
     """Print the MiB by which the process's peak grows while a variant runs."""
+    import torch
+
     import sinkwise.scanning  # noqa: F401  imports are no part of the measurement
 
-    model, batch = CASES[case]()
+    model, batch = _on(device, *CASES[case]())
     model.set_attn_implementation("eager" if variant == "eager" else "sdpa")
+    if device.startswith("cuda"):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run(variant, model, batch, 2)
+        print((torch.cuda.max_memory_allocated() - before) / 2**20)
+        return
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     before = _status_kib("VmRSS")
     run(variant, model, batch, 2)
@@ -132,9 +175,11 @@ def _status_kib(field: str) -> int:
 def main() -> None:
     """Measure every case and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="plain must be among them")
     parser.add_argument("--case", help="part of a case's name")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help="put the table into bench/README.md")
@@ -144,7 +189,7 @@ def main() -> None:
 
     torch.set_num_threads(options.threads)
     if options.memory:
-        measure_memory(options.case, options.memory)
+        measure_memory(options.case, options.memory, options.device)
         return
     from sinkwise.versions import versions
 
@@ -153,21 +198,22 @@ def main() -> None:
         f"Machine: {machine}, {options.threads} thread(s); "
         + ", ".join(f"{name} {version}" for name, version in versions().items()),
         "",
-        "| case | plain, ms | eager + attentions | scan | once a scan, ms "
-        "| plain, MiB | eager, MiB | scan, MiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | plain, ms | eager | caching | scan | screen | once a scan, ms "
+        "| MiB: plain | eager | caching | scan | screen |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
     for case in CASES:
         if options.case and options.case not in case:
             continue
-        time_of = seconds(case, options.rounds, options.batches)
-        memory = {variant: peak_mib(case, variant) for variant in VARIANTS}
-        plain = time_of["plain"]
+        found = timings(case, options)
+        ratios = " | ".join(f"{found[name]:.2f} x" for name in VARIANTS[1:])
+        chosen = options.variants.split(",")
+        peaks = [peak_mib(case, name, options) if name in chosen else math.nan for name in VARIANTS]
+        memory = " | ".join(f"{peak:.0f}" for peak in peaks)
         line = (
-            f"| {case} | {plain * 1e3:.0f} | {time_of['eager'] / plain:.2f} x "
-            f"| **{time_of['scan'] / plain:.2f} x** | {time_of['once'] * 1e3:.0f} "
-            f"| {memory['plain']:.0f} | {memory['eager']:.0f} | {memory['scan']:.0f} |"
+            f"| {case} | {found['plain'] * 1e3:.0f} | {ratios} | {found['once'] * 1e3:.0f} "
+            f"| {memory} |"
         )
         print(line, flush=True)
         lines.append(line)

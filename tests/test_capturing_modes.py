@@ -13,7 +13,8 @@ from sinkwise.errors import CaptureError
 from sinkwise.records import AttentionRecord
 
 from .models import build, run, tensors
-from .test_capturing import _state, check, collect
+from .models.nn_models import STATE_SPACE
+from .test_capturing import check, collect
 
 
 @pytest.mark.parametrize("name", ["timm-vit-sdpa", "timm-vit-eager", "llama-sdpa"])
@@ -142,16 +143,6 @@ def test_generation_with_a_cache(name: str) -> None:
     assert any(queries == 1 and keys > 1 for queries, keys in steps)
 
 
-def test_flex_attention_is_refused_with_its_cure() -> None:
-    model, _ = build("llama-sdpa")
-    model.set_attn_implementation("flex_attention")
-    before = _state(model)
-    with pytest.raises(CaptureError, match=r"flex_attention.*set_attn_implementation"):
-        with capture(model, lambda record: None):
-            pytest.fail("the model would run")
-    assert _state(model) == before
-
-
 def test_an_unseen_kernel_is_named_with_its_cure() -> None:
     from transformers import AttentionInterface
 
@@ -182,19 +173,13 @@ def test_blocks_without_softmax_attention_are_named() -> None:
     assert coverage.silent == ("layers.0", "layers.2")
 
 
-@pytest.mark.parametrize("cls", ["Mamba", "Mamba2", "Rwkv"])
-def test_state_space_models_have_no_attention(cls: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
-    if cls == "Mamba2":
-        sizes |= {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2}
-    if cls == "Rwkv":
-        sizes |= {"attention_hidden_size": 32, "context_length": 32}
-    model = getattr(transformers, f"{cls}Model")(getattr(transformers, f"{cls}Config")(**sizes))
+@pytest.mark.parametrize("name", STATE_SPACE)
+def test_state_space_models_have_no_attention(name: str) -> None:
+    model, inputs = STATE_SPACE[name]()
     records: list = []
     with pytest.raises(CaptureError, match="no softmax attention was seen"):
         with torch.no_grad(), capture(model.eval(), records.append):
-            model(input_ids=torch.randint(5, 97, (2, 13)), use_cache=False)
+            run(model, inputs)
     assert records == []
 
 

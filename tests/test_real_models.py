@@ -77,6 +77,21 @@ def test_smollm2_has_secondary_sinks_at_1024_tokens(smollm2: nn.Module) -> None:
     assert (late["token"] == 0).mean() > 0.9
 
 
+def test_smollm2_screened_gives_the_same_events(smollm2: nn.Module) -> None:
+    inputs = sw.text(BOOK, length=2048, samples=1)
+    full, quick = sw.scan(smollm2, inputs), sw.scan(smollm2, inputs, screen=True)
+    assert quick.meta["screen"]["calls"] == {"screened": 30, "exact": 0}
+    names = ["layer", "head", "token", "mechanism"]
+    assert quick.events.select(names).equals(full.events.select(names))
+    assert len(full.events) > 50
+    for column in ("received", "routed_share", "value_ratio", "stable_rank"):
+        assert quick.events[column].to_list() == pytest.approx(
+            full.events[column].to_list(), rel=1e-3
+        )
+    first = quick.layers["received_first"].to_list()
+    assert first == pytest.approx(full.layers["received_first"].to_list(), abs=1e-5)
+
+
 def test_dinov2_looks_at_its_class_token() -> None:
     pytest.importorskip("skimage")
     import skimage

@@ -1,7 +1,6 @@
 """Capture: a callback for each attention call of any model, which then runs on as if unseen."""
 
 import functools
-import re
 import sys
 import types
 import weakref
@@ -15,17 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from sinkwise import checking, kernels, products, provenance
+from sinkwise import checking, flexing, kernels, masks, products, provenance, unseen
 from sinkwise.errors import CaptureError
 from sinkwise.hosts.blocks import Block, LayerIndex, clean, find_blocks
 from sinkwise.records import OPEN, AttentionMask, AttentionRecord, AttentionSite
 
 OnRecord = Callable[[AttentionRecord], None]
 OnBlock = Callable[[Block, int, Tensor, Tensor, bool], None]
-
-
-_UNSEEN = re.compile(r"(paged\|)?fl(ash|ex)_")
-"""Kernels known to be unseen; others may yet call torch's own."""
 
 
 @dataclass(eq=False)
@@ -58,14 +53,13 @@ def capture(
     With `check`, each module's calls are recomputed once: a record whose fields do not give the
     model's own output (1e-4 relative to its largest entry in float32, 2e-2 in half precision)
     raises CaptureError, and so does leaving the context when no attention was seen. A model set to
-    FlexAttention or flash-attn is refused at once: `set_attn_implementation("sdpa")` cures it.
+    flash-attn is refused at once: `set_attn_implementation("sdpa")` cures it. FlexAttention runs
+    uncompiled, and where its log-sum-exp is used outside of it (gpt-oss' sink logits), that raises.
     Calls made in other threads are not seen.
     The `Coverage` names, afterwards, the blocks that ran without any softmax attention.
     On leaving, also after an exception, the model has the hooks, parameters and outputs it had.
     """
-    kernel = _unseen_kernel(model)
-    if kernel is not None and _UNSEEN.match(kernel):
-        raise CaptureError(f"{type(model).__name__} cannot be captured: {_advice(kernel)}")
+    unseen.refuse(model)
     blocks = find_blocks(model)
     mode = _CaptureMode(model, on_record, blocks, sites or {}, check)
     coverage = Coverage()
@@ -79,8 +73,7 @@ def capture(
             handles.append(block.module.register_forward_hook(leave, always_call=True))
         for handle in handles:
             stack.callback(handle.remove)
-        if "torch._dynamo" in sys.modules:  # nothing can be compiled without it
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(mode.uncompiled)
         stack.enter_context(mode)
         yield coverage
     coverage.records, coverage.silent = mode.records, mode.silent()
@@ -88,34 +81,8 @@ def capture(
         raise CaptureError("the model was not called inside `with capture(...)`")
     if mode.records == 0:
         raise CaptureError(
-            f"no softmax attention was seen in {type(model).__name__}: {_why(model)}"
+            f"no softmax attention was seen in {type(model).__name__}: {unseen.why(model)}"
         )
-
-
-def _unseen_kernel(model: nn.Module) -> str | None:
-    """The first kernel named by a configuration of the model that runs no softmax of torch's."""
-    for module in model.modules():
-        kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if isinstance(kernel, str) and kernel not in ("eager", "sdpa"):
-            return kernel
-    return None
-
-
-def _advice(kernel: str) -> str:
-    return (
-        f"it runs attn_implementation={kernel!r}, a kernel that cannot be seen; "
-        "call model.set_attn_implementation('sdpa') first, or 'eager' where it has no 'sdpa'"
-    )
-
-
-def _why(model: nn.Module) -> str:
-    """The likely cause of an empty capture, and the cure."""
-    kernel = _unseen_kernel(model)
-    if kernel is not None:
-        return _advice(kernel)
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        return "it is scripted; capture the original module"
-    return "it has none, or uses a kernel (flash-attn, xformers) or a handwritten softmax"
 
 
 class _CaptureMode(TorchFunctionMode):
@@ -142,6 +109,9 @@ class _CaptureMode(TorchFunctionMode):
         self._calls: dict[str, int] = {}
         self._runs: dict[str, int] = {}
         self._tags = provenance.Tags()
+        self._outside = flexing.Outside()
+        self._masks = masks.Reader()
+        self.uncompiled = unseen.Uncompiled()
         self._inputs: list[tuple[Block, Tensor | None]] = []
         self._normed: weakref.ref | None = None
         self._ran: dict[str, Block] = {}
@@ -156,6 +126,8 @@ class _CaptureMode(TorchFunctionMode):
         self._runs.clear()
         self._inputs.clear()
         self._tags.clear()
+        self._outside.clear()
+        self._masks.clear()
 
     def enter_block(self, block: Block, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Remember a block's input, the residual stream."""
@@ -187,6 +159,8 @@ class _CaptureMode(TorchFunctionMode):
     def forget(self) -> None:
         """Let go of every tensor."""
         self._tags.clear()
+        self._outside.clear()
+        self._masks.clear()
         self._inputs.clear()
         self._normed = None
 
@@ -199,9 +173,10 @@ class _CaptureMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        self.uncompiled.hold()
         if func is F.multi_head_attention_forward:
             with self:
-                return _unwrapped_mha()(*args, **kwargs)
+                return kernels.unwrapped_mha()(*args, **kwargs)
         if _in_backward():
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
@@ -209,10 +184,16 @@ class _CaptureMode(TorchFunctionMode):
             out, lse = kernels.run(func, call)
             self._emit_sdpa(call, out, lse)
             return out
+        if flexing.is_flex(func):
+            out, lse, *more = func(*args, **kwargs)
+            self._outside.hold(lse)
+            self._emit(self._owner()[0], **flexing.fields(args, out, lse))
+            return (out, lse, *more)
         if name == "__setitem__":
             self._tags.doubt(args[0])
         product = products.product(name, args, kwargs)
         result = func(*args, **kwargs)
+        self._outside.follow(name, args, kwargs, result)
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
         if product is not None:
@@ -279,7 +260,8 @@ class _CaptureMode(TorchFunctionMode):
             "lse": None if lse is None else lse.reshape(four(call.query).shape[:3]),
         }
         fields = kernels.unpacked(fields, owner)
-        self._emit(name, dropped=call.dropout_p > 0, scale=call.scale, **fields)
+        dropped = call.dropout_p > 0
+        self._emit(name, dropped, given=call.attn_mask, scale=call.scale, **fields)
 
     def _emit_eager(
         self, tag: provenance.Weights, weights: Tensor, value: Tensor, out: Tensor
@@ -312,13 +294,16 @@ class _CaptureMode(TorchFunctionMode):
             faithful=scores.faithful and tag.faithful,
         )
 
-    def _emit(self, name: str, dropped: bool = False, **fields: Any) -> None:
+    def _emit(
+        self, name: str, dropped: bool = False, given: Tensor | None = None, **fields: Any
+    ) -> None:
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
         block = self._index.block(name)
         if block is not None:
             self._heard.add(block.name)
         fields["k"], fields["v"] = kernels.ungrouped(fields["k"], fields["v"])
+        fields["mask"] = self._masks.read(fields["mask"], given, fields["q"], fields["k"])
         residual = None
         if self._inputs and self._inputs[-1][0] is block:
             residual = self._inputs[-1][1]
@@ -367,19 +352,3 @@ def _flat(out: Any) -> Iterator[Any]:
             yield from _flat(part)
     else:
         yield out
-
-
-@functools.cache
-def _unwrapped_mha() -> Callable:
-    """`F.multi_head_attention_forward` whose body runs inside a torch function mode.
-
-    The original hands itself to the mode and so hides the attention within. This is the same code
-    object with its own globals, in which no argument asks for that.
-    """
-    original = F.multi_head_attention_forward
-    scope = {**original.__globals__, "has_torch_function": lambda _: False}
-    copy = types.FunctionType(
-        original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
-    )
-    copy.__kwdefaults__ = original.__kwdefaults__
-    return copy

@@ -51,6 +51,11 @@ def diagnose(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     rule: Annotated[str, typer.Option(help="auto, mean, relaxed or literal.")] = "auto",
+    screen: Annotated[
+        bool, typer.Option("--screen", help="Find candidates from a sample of the queries.")
+    ] = False,
+    devices: Annotated[int, typer.Option(help="Processes on each machine, a GPU each.")] = 1,
+    num_nodes: Annotated[int, typer.Option(help="Machines; they share the folder of --out.")] = 1,
     out: Annotated[Path, typer.Option(help="Directory to save the scan in.")] = Path("scan"),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
@@ -62,9 +67,11 @@ def diagnose(
         from sinkwise.data.text import text as text_inputs
         from sinkwise.hosts.inputs import position_limit
         from sinkwise.hosts.load import load
+        from sinkwise.launching import check_processes, processes
+        from sinkwise.parts import remove_parts
         from sinkwise.results import check_target
         from sinkwise.rules import Rules
-        from sinkwise.scanning import scan
+        from sinkwise.scanning import scan, scan_share
 
         if (text is None) == (images is None):
             raise InputError("give either --text FILE or --images DIR")
@@ -72,7 +79,8 @@ def diagnose(
             raise InputError("--length is for --text; pictures have --size")
         if text is not None and size is not None:
             raise InputError("--size is for --images; texts have --length")
-        rules = Rules.named(rule)
+        check_processes(devices, num_nodes, device)
+        options: dict[str, Any] = {"rules": Rules.named(rule), "screen": screen}
         check_target(out)
         inputs: Any
         if text is not None:
@@ -81,13 +89,30 @@ def diagnose(
             )
         elif images is not None:
             inputs = image_inputs(images, samples=samples, batch_size=batch_size, size=size)
-        module = load(model, dtype=dtype, device=device)
-        if text is not None and length is None:
-            longest = position_limit(module) or DEFAULT_LENGTH
-            inputs = replace(inputs, length=min(DEFAULT_LENGTH, longest))
-        with _progress("measuring", samples, quiet=as_json) as update:
-            result = scan(module, inputs, rules=rules, progress=update)
-        _publish(result, out, as_json)
+        place = out.resolve()
+        options["parts"] = parts = place.parent / f".{place.name}-parts"
+        with processes(devices, num_nodes, device, parts, _say) as group:
+            if group.rank:  # the first process shows its own
+                import transformers
+
+                transformers.utils.logging.disable_progress_bar()
+            module = load(model, dtype=dtype, device=group.device)
+            if text is not None and length is None:
+                longest = position_limit(module) or DEFAULT_LENGTH
+                inputs = replace(inputs, length=min(DEFAULT_LENGTH, longest))
+            share = -(-samples // group.world)
+            with _progress("measuring", share, quiet=as_json or group.rank > 0) as update:
+                options.update(progress=update, tell=_say)
+                if group.world > 1:
+                    shard = (group.rank, group.world)
+                    scan_share(module, inputs, shard=shard, **options)
+                    group.wait()
+                    options.update(progress=None, tell=None)
+                result = scan(module, inputs, **options) if group.rank == 0 else None
+            if result is not None:
+                _keep(result, out)
+                remove_parts(parts)
+                _print(result, out, as_json)
 
 
 @app.command()
@@ -106,7 +131,9 @@ def demo(
         for result, words in run_demo(out):
             if not as_json:
                 typer.echo(words)
-            _publish(result, out / result.meta["model"].removeprefix("demo:"), as_json)
+            place = out / result.meta["model"].removeprefix("demo:")
+            _keep(result, place)
+            _print(result, place, as_json)
 
 
 def main() -> None:
@@ -120,8 +147,13 @@ def _mistakes() -> Iterator[None]:
     try:
         yield
     except SinkwiseError as error:
-        typer.echo("sinkwise: " + " ".join(str(error).split()), err=True)
+        _say(str(error))
         raise typer.Exit(2) from None
+
+
+def _say(line: str) -> None:
+    """One line on stderr."""
+    typer.echo("sinkwise: " + " ".join(line.split()), err=True)
 
 
 @contextmanager
@@ -145,14 +177,20 @@ def _progress(what: str, total: int, quiet: bool) -> Iterator[Any]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def _publish(result: "Scan", out: Path, as_json: bool) -> None:
-    """Save a scan with its figure, and print it."""
+def _keep(result: "Scan", out: Path) -> None:
+    """Save a scan with its figure."""
     from sinkwise.files import write_bytes
     from sinkwise.reports.heads_figure import heads_figure, png
-    from sinkwise.reports.table import layer_rows, layer_table
 
     result.save(out)
     write_bytes(out / "heads.png", png(heads_figure(result)))
+
+
+def _print(result: "Scan", out: Path, as_json: bool) -> None:
+    """Print a scan that is saved in `out`."""
+    from sinkwise.reports.notes import notes
+    from sinkwise.reports.table import layer_rows, layer_table
+
     verdict = result.verdict()
     if as_json:
         summary = {
@@ -172,6 +210,8 @@ def _publish(result: "Scan", out: Path, as_json: bool) -> None:
     console.print(f"\n[bold]Prescription: {verdict.prescription}.[/bold] {verdict.advice}")
     for line in verdict.evidence:
         console.print(f"- {line}", highlight=False)
+    for line in notes(result.meta):
+        console.print(f"- {line}", highlight=False, markup=False)
     rules = result.meta["rules"]
     console.print(
         f"\nEvent rules: {_rule(rules['causal'])} (causal), {_rule(rules['bidirectional'])} "

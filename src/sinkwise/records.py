@@ -17,7 +17,8 @@ class AttentionMask:
     causal: bool = False
     """Query i sees key j when j <= its position."""
     offset: int = 0
-    """Position of query 0 among the keys (above 0 when a cache holds earlier keys)."""
+    """Position of query 0 among the keys: above 0 when a cache holds earlier keys, also where a
+    step's one query sees them all and the mask is open."""
     positions: Int[Tensor, " query"] | None = None
     """Position of each query among the keys, ascending; i + offset where not given."""
     window: int | None = None

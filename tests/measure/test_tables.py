@@ -15,6 +15,7 @@ from torch import nn
 import sinkwise as sw
 from sinkwise.layout import KINDS, TokenLayout
 from sinkwise.measure.call import EVENT_FIELDS, CallStatistics
+from sinkwise.measure.part import Part
 from sinkwise.measure.stream import border
 from sinkwise.measure.tables import EVENT_SCHEMA, Tables
 from tests.planted import Planted, PlantedAttention, PlantedBlock, kinds, tokens
@@ -183,15 +184,24 @@ def statistics(batch, heads, events, broken=(), keys=5):
     )
 
 
-def call(tables, stats, offset=0, windows=1, name="attn"):
+def call(part, stats, windows=1, name="attn"):
     layout = TokenLayout.uniform("patch", stats.finite.shape[0], 5)
-    tables.add_call(0, name, stats, layout, offset, windows)
+    part.add_call(0, name, stats, layout, windows)
+    part.samples = stats.finite.shape[0] // windows
+    return part
+
+
+def after(samples, part):
+    """A part that follows `samples` others."""
+    total = Part(samples=samples)
+    total.append(part)
+    return total
 
 
 def test_windows_of_a_sample():
     """Four windows for each of three samples: a sample is counted once, by its own number."""
-    tables = Tables(sw.Rules())
-    call(tables, statistics(12, 2, [(0, 0), (1, 0), (5, 0), (11, 1)]), offset=7, windows=4)
+    part = call(Part(), statistics(12, 2, [(0, 0), (1, 0), (5, 0), (11, 1)]), windows=4)
+    tables = Tables(after(7, part), sw.Rules())
     events = tables.events()
     assert events.select("sample", "head").rows() == [(7, 0), (7, 0), (8, 0), (9, 1)]
     heads = tables.heads(events)
@@ -200,10 +210,9 @@ def test_windows_of_a_sample():
 
 
 def test_a_sample_with_a_broken_window_is_left_out_whole():
-    tables = Tables(sw.Rules())
     stats = statistics(6, 2, [(0, 0), (2, 0), (2, 1)], broken=[(1, 0)])
     stats.first[0] = 1.0
-    call(tables, stats, windows=2)
+    tables = Tables(call(Part(), stats, windows=2), sw.Rules())
     events = tables.events()
     assert events.select("sample", "head").rows() == [(1, 0), (1, 1)]
     heads = tables.heads(events)
@@ -216,10 +225,11 @@ def test_a_sample_with_a_broken_window_is_left_out_whole():
 
 def test_a_module_that_is_called_twice():
     """Two calls on the same samples: samples count once, events of both calls are kept."""
-    tables = Tables(sw.Rules())
-    for offset in (0, 3):
-        call(tables, statistics(3, 2, [(0, 0), (1, 0)]), offset)
-        call(tables, statistics(3, 2, [(0, 0), (2, 0)], broken=[(1, 0), (2, 1)]), offset)
+    total = Part()
+    for _ in range(2):
+        part = call(Part(), statistics(3, 2, [(0, 0), (1, 0)]))
+        total.append(call(part, statistics(3, 2, [(0, 0), (2, 0)], broken=[(1, 0), (2, 1)])))
+    tables = Tables(total, sw.Rules())
     events = tables.events()
     heads = tables.heads(events)
     assert heads["samples"].to_list() == [6, 6]
@@ -325,25 +335,23 @@ def test_a_model_that_is_all_nan():
 
 
 def test_extremes_skip_padding_in_the_middle():
-    tables = Tables(sw.Rules())
-    call(tables, statistics(2, 1, []))
+    part = call(Part(), statistics(2, 1, []))
     x = torch.ones(2, 5, 3)
     real = torch.tensor([[True] * 5, [False, True, False, True, True]])
     x[1, 3, 2] = -7.0
-    tables.add_stream(0, border(x, real), border(x, real), real, False)
-    row = tables.layers().row(0, named=True)
+    part.add_stream(0, border(x, real), border(x, real), real, False)
+    row = Tables(part, sw.Rules()).layers().row(0, named=True)
     assert (row["token_norm_max_token"], row["largest_token"], row["largest_dim"]) == (1, 1, 2)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_extremes_are_finite(bad):
     """An Inf is no largest norm: the float's largest number would be an invention."""
-    tables = Tables(sw.Rules())
-    call(tables, statistics(2, 1, []))
+    part = call(Part(), statistics(2, 1, []))
     x = torch.ones(2, 5, 3)
     x[0, 2, 1], x[1, 3, 2] = bad, -7.0
-    tables.add_stream(0, border(x, None), border(x, None), None, False)
-    row = tables.layers().row(0, named=True)
+    part.add_stream(0, border(x, None), border(x, None), None, False)
+    row = Tables(part, sw.Rules()).layers().row(0, named=True)
     assert row["token_norm_max"] == pytest.approx(51**0.5) and row["token_norm_max_token"] == 3
     assert row["largest_activation"] == 7.0
     assert (row["largest_token"], row["largest_dim"]) == (3, 2)
@@ -351,7 +359,7 @@ def test_extremes_are_finite(bad):
 
 @pytest.mark.parametrize("targets", [[None, None], [0, 1]])
 def test_memory_does_not_grow(targets):
-    """As many tensors live after twelve batches as after three, but for the rows of the result."""
+    """As many tensors live after twelve batches as after three; rows are numpy arrays."""
     model = Planted([targets] * 2)
     counts, refs, alive = [], [], []
 
@@ -368,7 +376,7 @@ def test_memory_does_not_grow(targets):
         alive.append(sum(ref() is not None for ref in refs))
 
     found = sw.scan(model, batches(), progress=count)
-    rows = 0 if targets == [None, None] else 2 * 2  # for each call: who, and its numbers
-    assert counts[-1] - counts[2] == 9 * rows
+    rows = 0 if targets == [None, None] else 4  # two layers, two heads
+    assert counts[-1] == counts[2]
     assert max(alive) <= 3 and alive[-1] == alive[2]
     assert len(found.events) == rows * 24

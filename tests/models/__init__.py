@@ -5,15 +5,15 @@ inputs being a tuple of positional arguments or a dict of keyword arguments.
 """
 
 from . import hf_models, nn_models, timm_models
-from .case import CASES, GRID, Case, ids, padded, pixels, run, tensors
+from .case import CASES, EXTRA, GRID, Case, ids, padded, pixels, run, tensors
 from .timm_models import NO_ATTENTION
 
 __all__ = [
-    "CASES", "GRID", "NO_ATTENTION", "Case", "build", "hf_models", "ids", "nn_models", "padded",
-    "pixels", "run", "tensors", "timm_models",
+    "CASES", "EXTRA", "GRID", "NO_ATTENTION", "Case", "build", "hf_models", "ids", "nn_models",
+    "padded", "pixels", "run", "tensors", "timm_models",
 ]  # fmt: skip
 
 
 def build(name: str) -> tuple:
     """(model, inputs) of the case of that name."""
-    return next(case for case in CASES if case.name == name).build()
+    return next(case for case in CASES + EXTRA if case.name == name).build()

@@ -33,6 +33,8 @@ class Case:
     suffix: int = 0
     fast_path: bool = False
     """True where torch's fast path, avoided while capturing, rounds differently."""
+    silent: int = 0
+    """Blocks without softmax attention: linear attention, state-space layers, convolutions."""
     grouped: int = 1
     """Query heads per key/value head."""
 
@@ -55,10 +57,13 @@ class Case:
 CASES: list[Case] = []
 """Filled by the modules of this package."""
 
+EXTRA: list[Case] = []
+"""Models that conform, but whose sites no layout tells in full (weights or the norm before)."""
+
 
 def add(name: str, make: Callable, layers: tuple[int, ...], **facts: Any) -> None:
-    """A row of the table."""
-    CASES.append(Case(name, make, layers, **facts))
+    """A row of the table; `extra` for one whose sites are not told in full."""
+    (EXTRA if facts.pop("extra", False) else CASES).append(Case(name, make, layers, **facts))
 
 
 def run(model: nn.Module, inputs: Any) -> Any:

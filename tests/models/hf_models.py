@@ -139,6 +139,7 @@ _hf("qwen3-next", "Qwen3NextModel", {**_DECODER, **_MOE, "moe_intermediate_size"
     "shared_expert_intermediate_size": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 6, "linear_value_head_dim": 6, "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2}, (1, 3), linear="v",
+    silent=2,
     **_GROUPED)  # fmt: skip
 _hf("deepseek-v3", "DeepseekV3Model", {**_DECODER, "num_key_value_heads": 6, "q_lora_rank": 11,
     "kv_lora_rank": 13, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7,
@@ -147,3 +148,26 @@ _hf("deepseek-v3", "DeepseekV3Model", {**_DECODER, "num_key_value_heads": 6, "q_
     linear="o")  # fmt: skip
 _hf("olmo2", "Olmo2Model", _DECODER, linear="vo", **_GROUPED)
 _hf("cohere", "CohereModel", _DECODER, **_GROUPED)
+_hf("olmo3", "Olmo3Model", {**_DECODER, "num_hidden_layers": 4, "sliding_window": 5}, (0, 1, 2, 3),
+    linear="vo", **_GROUPED)  # fmt: skip
+_hf("granite", "GraniteModel", {**_DECODER, "attention_multiplier": 0.3}, **_GROUPED)
+_hf("glm-4", "Glm4Model", _DECODER, **_GROUPED)
+_hf("starcoder2", "Starcoder2Model", {**_DECODER, "sliding_window": 5}, **_GROUPED)
+_hf("llama-4", "Llama4TextModel", {**_DECODER, **_MOE, "num_hidden_layers": 4,
+    "attention_chunk_size": 5, "intermediate_size_mlp": 24}, (0, 1, 2, 3), linear="vo",
+    extra=True, **_GROUPED)  # fmt: skip
+_hf("jamba", "JambaModel", {**_DECODER, **_MOE, "num_hidden_layers": 4, "attn_layer_period": 2,
+    "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 4,
+    "mamba_dt_rank": 4, "use_mamba_kernels": False}, (1, 3), silent=2, **_GROUPED)  # fmt: skip
+_hf("bamba", "BambaModel", {**_DECODER, "attn_layer_indices": [1], "mamba_n_heads": 8,
+    "mamba_d_head": 12, "mamba_d_state": 4}, (1,), silent=1, **_GROUPED)  # fmt: skip
+_hf("lfm2", "Lfm2Model", {**_DECODER, "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"]}, (1,), linear="vo", silent=2,
+    extra=True, **_GROUPED)  # fmt: skip
+_hf("recurrent-gemma", "RecurrentGemmaModel", {**_DECODER, "num_hidden_layers": 3,
+    "lru_width": 48, "attention_window_size": 5,
+    "block_types": ["recurrent", "recurrent", "attention"]}, (2,), silent=2,
+    extra=True, **_GROUPED)  # fmt: skip
+_hf("minimax", "MiniMaxModel", {**_DECODER, **_MOE, "block_size": 8,
+    "layer_types": ["linear_attention", "full_attention"]}, (1,), silent=1,
+    extra=True, **_GROUPED)  # fmt: skip

@@ -58,7 +58,7 @@ class Sample:
     causal: bool
     queries: int
     strata: list[range]
-    rows: list[Int[Tensor, " row"]]
+    rows: list[Int[Tensor, "_"]]
     """Positions of the queries read, a stratum each."""
 
     @property

@@ -1,5 +1,7 @@
 """Received attention by the attention kernel itself, run on the transposed problem."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -27,21 +29,34 @@ def transposed_mass(
     Square causal attention stays causal when both sequences are flipped. In half precision the
     shift is split over three columns (it would lose bits that the exponential needs).
     """
-    heads, queries, width = q.shape[1:]
+    kv_heads = k.shape[1]
+    if q.shape[1] > kv_heads:
+        # One member of each group at a time: the keys are shared, not repeated.
+        group = q.shape[1] // kv_heads
+        parts = [
+            transposed_mass(
+                q[:, member::group],
+                k,
+                shift[:, member::group],
+                scale=scale,
+                mask=_member(mask, member, group),
+            )
+            for member in range(group)
+        ]
+        return torch.stack(parts, dim=2).flatten(1, 2)
+    queries, width = q.shape[2:]
     keys = k.shape[2]
     dtype = q.dtype
     # A finite floor: -inf times the split's zeros, or minus itself, would be NaN.
     floor = -30000.0 if dtype == torch.float16 else torch.finfo(dtype).min / 8
     columns = _split((-shift / scale).clamp(min=floor), dtype)
     pad = -(width + len(columns)) % 8
-    left = F.pad(k.repeat_interleave(heads // k.shape[1], dim=1), (0, len(columns)), value=1.0)
-    right = torch.cat([q, *(c[..., None] for c in columns)], dim=-1)
-    left, right = F.pad(left, (0, pad)), F.pad(right, (0, pad))
-    square = mask.causal and mask.position_range(range(queries)) == (0, keys - 1)
-    square = square and mask.window is None and queries == keys
+    left = F.pad(F.pad(k, (0, len(columns)), value=1.0), (0, pad))
+    right = F.pad(torch.cat([q, *(c[..., None] for c in columns)], dim=-1), (0, pad))
     if mask.is_open:
         return kernel_lse(left, right, scale=scale).exp()
-    if square and mask.allowed is None and mask.additive is None:
+    plain = mask.positions is None and mask.offset == 0 and mask.window is None
+    if plain and queries == keys and mask.allowed is None and mask.additive is None:
         lse = kernel_lse(left.flip(2), right.flip(2), scale=scale, causal=True)
         return lse.flip(2).exp()
     chunks = []
@@ -53,6 +68,15 @@ def transposed_mass(
         part = left[:, :, cols.start : cols.stop]
         chunks.append(kernel_lse(part, right, scale=scale, bias=bias))
     return torch.cat(chunks, dim=-1).exp()
+
+
+def _member(mask: AttentionMask, member: int, group: int) -> AttentionMask:
+    """The mask of every group's member of that number."""
+    allowed, additive = (
+        t[:, member::group] if t is not None and t.shape[1] > 1 else t
+        for t in (mask.allowed, mask.additive)
+    )
+    return replace(mask, allowed=allowed, additive=additive)
 
 
 def _split(values: Tensor, dtype: torch.dtype) -> list[Tensor]:

@@ -1,7 +1,9 @@
 """Folders of pictures as batches of pixels."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkwise.data.batch import LazyBatch
 from sinkwise.errors import InputError
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
@@ -64,6 +67,11 @@ class ImageInputs:
         Raises InputError, naming the file, for a picture that cannot be read, and for an
         interpolation that is not known.
         """
+        for batch in self.lazy_batches(preprocessing):
+            yield batch.load()
+
+    def lazy_batches(self, preprocessing: Preprocessing) -> Iterator[LazyBatch]:
+        """The same batches; no picture is opened before its batch is loaded."""
         if preprocessing.interpolation not in INTERPOLATIONS:
             raise InputError(
                 f"interpolation={preprocessing.interpolation!r} is none of "
@@ -72,12 +80,30 @@ class ImageInputs:
         size = self.size or preprocessing.size
         mean = torch.tensor(preprocessing.mean).view(3, 1, 1)
         std = torch.tensor(preprocessing.std).view(3, 1, 1)
+
+        def load(files: tuple[Path, ...]) -> Float[Tensor, "batch channel height width"]:
+            rows = [(_pixels(f, size, preprocessing.interpolation) - mean) / std for f in files]
+            return torch.stack(rows)
+
         for start in range(0, len(self.files), self.batch_size):
-            rows = [
-                (_pixels(file, size, preprocessing.interpolation) - mean) / std
-                for file in self.files[start : start + self.batch_size]
-            ]
-            yield torch.stack(rows)
+            files = self.files[start : start + self.batch_size]
+            yield LazyBatch(load=partial(load, files), first=partial(load, files[:1]))
+
+    def facts(self, preprocessing: Preprocessing) -> dict[str, Any]:
+        """What decides which numbers the model gets: the files by name, size and time of change."""
+        found = hashlib.blake2b(digest_size=16)
+        for file in self.files:
+            try:
+                state = file.stat()
+            except OSError as error:
+                raise InputError(f"picture {str(file)!r} cannot be read: {error}") from error
+            found.update(f"{file.name} {state.st_size} {state.st_mtime_ns}\n".encode())
+        return {
+            "pictures": found.hexdigest(),
+            "batch_size": self.batch_size,
+            "size": self.size or preprocessing.size,
+            "preprocessing": repr(preprocessing),
+        }
 
 
 def images(

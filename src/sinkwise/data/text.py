@@ -1,8 +1,10 @@
 """Text files as windows of tokens."""
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sinkwise.data.batch import LazyBatch
 from sinkwise.errors import InputError
 
 PIECE_CHARACTERS = 1 << 16
@@ -48,6 +51,11 @@ class TextInputs:
         Raises InputError for a file that is not UTF-8 text, for a text shorter than one window,
         and for a `length` that leaves no room between the special tokens.
         """
+        for batch in self.lazy_batches(tokenizer):
+            yield batch.load()
+
+    def lazy_batches(self, tokenizer: Any) -> Iterator[LazyBatch]:
+        """The same batches; tensors are made when a batch is loaded, the text is read anyway."""
         prefix, suffix = _around(tokenizer)
         room = self.length - len(prefix) - len(suffix)
         if room < 1:
@@ -56,9 +64,32 @@ class TextInputs:
                 f"{len(prefix) + len(suffix)} special tokens"
             )
         windows = islice(_windows(self.path, tokenizer, room), self.samples)
-        for rows in _batched(windows, self.batch_size):
+
+        def load(rows: list[list[int]]) -> dict[str, Int[Tensor, "batch key"]]:
             ids = torch.tensor([[*prefix, *row, *suffix] for row in rows], dtype=torch.int64)
-            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+        for rows in _batched(windows, self.batch_size):
+            yield LazyBatch(
+                load=partial(load, rows),
+                first=partial(load, rows[:1]),
+                key=partial(_key, (prefix, suffix, rows)),
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """What decides which tokens the model gets, beside its tokenizer."""
+        try:
+            state = self.path.stat()
+        except OSError as error:
+            raise InputError(f"text {str(self.path)!r} cannot be read: {error}") from error
+        return {
+            "text": self.path.name,
+            "bytes": state.st_size,
+            "changed": state.st_mtime_ns,
+            "length": self.length,
+            "samples": self.samples,
+            "batch_size": self.batch_size,
+        }
 
 
 def text(
@@ -87,6 +118,11 @@ def text(
     if b"\0" in head:
         raise InputError(f"text {str(path)!r} is a binary file: UTF-8 text is right")
     return TextInputs(file, length, samples, batch_size)
+
+
+def _key(tokens: Any) -> str:
+    """Checksum of a batch's tokens."""
+    return hashlib.blake2b(repr(tokens).encode(), digest_size=16).hexdigest()
 
 
 def _batched(windows: Iterator[list[int]], size: int) -> Iterator[list[list[int]]]:

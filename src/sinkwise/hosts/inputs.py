@@ -2,12 +2,14 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from sinkwise.data.batch import LazyBatch, batch_checksum
 from sinkwise.data.images import ImageInputs
 from sinkwise.data.text import TextInputs
 from sinkwise.errors import InputError
@@ -16,8 +18,25 @@ from sinkwise.hosts.source import source_of
 _POSITIONS = re.compile(r"(^|\.)(position_embeddings|embed_positions|wpe)$")
 
 
+class Feed(NamedTuple):
+    """What a model is to be run over."""
+
+    batches: Iterator[LazyBatch]
+    """The batches in their order."""
+    facts: Callable[[], dict[str, Any]]
+    """What the data is, as far as it is known without reading all of it."""
+
+
 def batches_for(model: nn.Module, inputs: Any) -> Iterator[Any]:
     """Batches of text or pictures as this model wants them; any other iterable as it is.
+
+    Raises InputError where the model has no tokenizer for text, or takes no pictures.
+    """
+    return (batch.load() for batch in feed(model, inputs).batches)
+
+
+def feed(model: nn.Module, inputs: Any) -> Feed:
+    """The same batches, none of which is made before it is wanted.
 
     Raises InputError where the model has no tokenizer for text, or takes no pictures.
     """
@@ -34,20 +53,24 @@ def batches_for(model: nn.Module, inputs: Any) -> Iterator[Any]:
                 f"length={inputs.length} is more than the {limit} positions that "
                 f"{type(model).__name__} has learned; give at most length={limit}"
             )
-        return inputs.batches(source.tokenizer)
+        return Feed(inputs.lazy_batches(source.tokenizer), inputs.facts)
     if isinstance(inputs, ImageInputs):
         if source is None or source.image is None:
             raise InputError(
                 f"{type(model).__name__} takes no pictures that sinkwise.load can prepare; "
                 "give text, or batches of pixel tensors"
             )
-        return inputs.batches(source.image)
+        return Feed(inputs.lazy_batches(source.image), partial(inputs.facts, source.image))
     if isinstance(inputs, Tensor | Mapping | str) or not isinstance(inputs, Iterable):
         raise InputError(
             f"batches is a {type(inputs).__name__}; it is sinkwise.text(...), sinkwise.images(...) "
             "or a list of what the model takes (tensor, tuple or dict)"
         )
-    return iter(inputs)
+    return Feed(map(_at_hand, inputs), dict)
+
+
+def _at_hand(batch: Any) -> LazyBatch:
+    return LazyBatch(load=lambda: batch, first=lambda: batch, key=partial(batch_checksum, batch))
 
 
 def position_limit(model: nn.Module) -> int | None:

@@ -1,17 +1,13 @@
-"""Accumulate statistics over batches, and lay them out as frames."""
+"""The statistics of a scan as frames."""
 
-from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
-from torch import Tensor
 
-from sinkwise.layout import KINDS, TokenLayout
-from sinkwise.measure.call import EVENT_FIELDS, CallStatistics
-from sinkwise.measure.stream import Border
+from sinkwise.layout import KINDS
+from sinkwise.measure.call import EVENT_FIELDS
+from sinkwise.measure.part import Part, StreamSums
 from sinkwise.rules import Rules
 
 EVENT_SCHEMA: dict[str, pl.DataType] = {
@@ -26,160 +22,39 @@ EVENT_SCHEMA: dict[str, pl.DataType] = {
 }
 """Columns of the events frame: one row a sample, layer, head and sink."""
 
-
-@dataclass
-class _Layer:
-    """Sums over samples for one attention call site."""
-
-    name: str
-    heads: int
-    samples: int = 0
-    end: int = 0
-    """Samples below this number are counted; a second call of the module counts none twice."""
-    kind_sum: np.ndarray = field(default_factory=lambda: np.zeros(len(KINDS)))
-    kind_count: float = 0.0
-    first_sum: float = 0.0
-    first_count: float = 0.0
-    kinds: set[str] = field(default_factory=set)
-
-
-@dataclass
-class _Stream:
-    """Sums and extremes over samples for one block."""
-
-    samples: int = 0
-    normed: bool = False
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    token_norm_max: float = float("nan")
-    token_norm_max_token: int = -1
-    largest_activation: float = float("nan")
-    largest_token: int = -1
-    largest_dim: int = -1
-    massive_samples: int = 0
+Spikes = dict[str, tuple[list[float], float]]
+"""By module, the spike of each head and that of Gaussian weights."""
 
 
 class Tables:
-    """What a scan gathers: event rows, and sums for each head, layer and block."""
+    """Lays out what was gathered as three frames."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, part: Part, rules: Rules, spikes: Spikes | None = None) -> None:
         self.rules = rules
-        self._chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._unreadable: list[tuple[np.ndarray, np.ndarray]] = []
-        self._layers: dict[tuple[int, str], _Layer] = {}
-        self._streams: dict[int, _Stream] = {}
-        self.spikes: dict[str, tuple[list[float], float]] = {}
-
-    def add_call(
-        self,
-        layer: int,
-        name: str,
-        stats: CallStatistics,
-        layout: TokenLayout,
-        offset: int,
-        rows_a_sample: int = 1,
-    ) -> None:
-        """Add one call's statistics; `offset` is the number of the batch's first sample.
-
-        `rows_a_sample` is above 1 where attention runs in windows: they follow one another.
-        """
-        heads = stats.finite.shape[1]
-        entry = self._layers.setdefault((layer, name), _Layer(name, heads))
-        index = list(self._layers).index((layer, name))
-        whole = stats.finite.unflatten(0, (-1, rows_a_sample)).all(dim=1)
-        entry.samples += max(0, offset + len(whole) - max(entry.end, offset))
-        entry.end = offset + len(whole)
-        readable = whole.repeat_interleave(rows_a_sample, dim=0)
-        # NaN where a sample is all padding, or where nobody sees the first token.
-        by_kind, first = stats.by_kind.double(), stats.first.double()
-        good = readable & torch.isfinite(by_kind).all(dim=-1)
-        entry.kind_sum += by_kind[good].sum(dim=0).cpu().numpy()
-        entry.kind_count += float(good.sum())
-        good = readable & torch.isfinite(first)
-        entry.first_sum += float(first[good].sum())
-        entry.first_count += float(good.sum())
-        entry.kinds.update(KINDS[i] for i in layout.codes.unique().tolist())
-        missing = (~whole).nonzero().cpu().numpy()
-        if len(missing):
-            missing[:, 0] += offset
-            self._unreadable.append((np.full(len(missing), index), missing.T))
-        if not len(stats.batch):
-            return
-        sample, token = stats.batch.cpu(), stats.key.cpu()
-        place = layout.real.cpu().cumsum(dim=-1) - 1
-        self._chunks.append(
-            (
-                np.full(len(sample), index),
-                torch.stack(
-                    [
-                        sample // rows_a_sample + offset,
-                        stats.head.cpu(),
-                        place[sample, token],
-                        layout.codes.cpu()[sample, token],
-                    ]
-                ).numpy(),
-                torch.stack([stats.fields[name].float() for name in EVENT_FIELDS]).cpu().numpy(),
-            )
-        )
-
-    def add_stream(
-        self, layer: int, before: Border, after: Border, real: Tensor | None, normed: bool
-    ) -> None:
-        """Add what a block did to the residual stream."""
-        entry = self._streams.setdefault(layer, _Stream())
-        entry.samples += len(after.median)
-        entry.normed |= normed
-        first = torch.zeros(len(after.median), dtype=torch.int64, device=after.norm.device)
-        place = torch.arange(after.norm.shape[1], device=first.device).expand_as(after.norm)
-        if real is not None and real.shape == after.norm.shape:
-            first = real.to(torch.int8).argmax(dim=-1)
-            place = real.cumsum(dim=-1) - 1
-        values = {
-            "token_norm_median": after.median,
-            "token_norm_median_before": before.median,
-            "token_norm_first": after.norm.gather(1, first[:, None])[:, 0],
-            "similarity_before": before.similarity,
-            "similarity_after": after.similarity,
-        }
-        for name, value in values.items():
-            good = torch.isfinite(value)
-            entry.sums[name] += float(value[good].double().sum())
-            entry.counts[name] += int(good.sum())
-        entry.massive_samples += int((after.massive > 0).sum())
-        high, token = after.norm.nan_to_num(-1.0, posinf=-1.0).max(dim=-1)
-        best = int(high.argmax())
-        if high[best] >= 0 and not float(high[best]) <= entry.token_norm_max:
-            entry.token_norm_max = float(high[best])
-            entry.token_norm_max_token = int(place[best, token[best]])
-        largest = after.largest.nan_to_num(-1.0, posinf=-1.0)
-        best = int(largest.argmax())
-        if largest[best] >= 0 and not float(largest[best]) <= entry.largest_activation:
-            entry.largest_activation = float(largest[best])
-            entry.largest_token = int(place[best, after.largest_token[best]])
-            entry.largest_dim = int(after.largest_dim[best])
+        self._part = part
+        self._spikes = spikes or {}
 
     def events(self) -> pl.DataFrame:
         """One row a sample, layer, head and sink."""
-        if not self._chunks:
+        (call, sample, head, token, kind), values = self._part.events
+        if not len(call):
             return pl.DataFrame(schema=EVENT_SCHEMA)
-        where, who, what = (
-            np.concatenate(part, axis=-1) for part in zip(*self._chunks, strict=True)
-        )
         columns = {
-            **self._place(where, who[0], who[1]),
-            "token": who[2],
-            "kind": np.array(KINDS, dtype=object)[who[3]],
-            **dict(zip(EVENT_FIELDS, what, strict=True)),
+            **self._place(call, sample, head),
+            "token": token,
+            "kind": np.array(KINDS, dtype=object)[kind],
+            **dict(zip(EVENT_FIELDS, values, strict=True)),
         }
         frame = pl.DataFrame(columns, schema_overrides={"name": pl.String, "kind": pl.String})
         frame = frame.with_columns(self.rules.mechanism.classify().alias("mechanism"))
         frame = frame.select(*EVENT_SCHEMA).cast(pl.Schema(EVENT_SCHEMA))
-        frame = frame.join(self._missing(), on=_HEAD_OF_SAMPLE, how="anti")
-        return frame.sort("sample", "layer", "name", "head", "token")
+        frame = frame.join(self._missing(), on=_HEAD_OF_SAMPLE, how="anti", maintain_order="left")
+        # Two calls of one module may name the same token: they stay in the order of the calls.
+        return frame.sort(*_HEAD_OF_SAMPLE, "token", maintain_order=True)
 
     def _place(self, call: np.ndarray, sample: np.ndarray, head: np.ndarray) -> dict[str, Any]:
         """Columns that say where a row belongs."""
-        calls = list(self._layers)
+        calls = list(self._part.calls)
         return {
             "sample": sample,
             "layer": np.array([layer for layer, _ in calls])[call],
@@ -190,17 +65,17 @@ class Tables:
     def _missing(self) -> pl.DataFrame:
         """The samples on which a head could not be read, in whatever call."""
         schema = pl.Schema({name: EVENT_SCHEMA[name] for name in _HEAD_OF_SAMPLE})
-        if not self._unreadable:
+        call, sample, head = self._part.unreadable
+        if not len(call):
             return pl.DataFrame(schema=schema)
-        call, who = (np.concatenate(part, axis=-1) for part in zip(*self._unreadable, strict=True))
-        frame = pl.DataFrame(self._place(call, *who), schema_overrides={"name": pl.String})
+        frame = pl.DataFrame(self._place(call, sample, head), schema_overrides={"name": pl.String})
         return frame.cast(schema).unique()
 
     def heads(self, events: pl.DataFrame) -> pl.DataFrame:
         """One row a layer and head, with or without sinks."""
         rows = []
-        for (layer, name), entry in self._layers.items():
-            spike, chance = self.spikes.get(name, ([float("nan")] * entry.heads, float("nan")))
+        for (layer, name), entry in self._part.calls.items():
+            spike, chance = self._spikes.get(name, ([float("nan")] * entry.heads, float("nan")))
             for head in range(entry.heads):
                 rows.append((layer, name, head, entry.samples, spike[head], chance))
         names = [*_HEAD, "samples", "spike", "spike_random"]
@@ -234,18 +109,18 @@ class Tables:
 
     def layers(self) -> pl.DataFrame:
         """One row a layer: where attention goes by kind of token, and the residual stream."""
-        kinds = set().union(*[entry.kinds for entry in self._layers.values()]) - {"pad"}
+        kinds = set().union(*[entry.kinds for entry in self._part.calls.values()]) - {"pad"}
         present = [kind for kind in KINDS if kind in kinds]
         missing = self._missing()
         rows = []
-        for (layer, name), entry in self._layers.items():
+        for (layer, name), entry in self._part.calls.items():
             row: dict[str, object] = {"layer": layer, "name": name, "samples": entry.samples}
             count = entry.kind_count or float("nan")
             for kind in present:
                 mean = entry.kind_sum[KINDS.index(kind)] / count
                 row[f"received_{kind}"] = mean if kind in entry.kinds else float("nan")
             row["received_first"] = entry.first_sum / (entry.first_count or float("nan"))
-            row.update(self._stream_row(self._streams.get(layer)))
+            row.update(self._stream_row(self._part.streams.get(layer)))
             here = (pl.col("layer") == layer) & (pl.col("name") == name)
             row["nonfinite"] = len(missing.filter(here))
             rows.append(row)
@@ -257,7 +132,7 @@ class Tables:
         return pl.DataFrame(rows, schema=schema, orient="row").sort("layer", "name")
 
     @staticmethod
-    def _stream_row(entry: _Stream | None) -> dict[str, object]:
+    def _stream_row(entry: StreamSums | None) -> dict[str, object]:
         if entry is None:
             return dict.fromkeys(_STREAM_TYPES)
         means = {
