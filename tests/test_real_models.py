@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sinkwise as sw
-from sinkwise.hosts.inputs import batches_for
+from sinkwise.hosts.inputs import feed
 
 pytestmark = pytest.mark.weights
 BOOK = Path(__file__).parent / "texts" / "pride.txt"
@@ -27,7 +27,7 @@ def one_thread() -> Iterator[None]:
 def eager_first(model: nn.Module, inputs: object) -> list[float]:
     """Mean attention of each layer to position 0, from transformers' own eager maps."""
     sums: list[float] = []
-    batches = list(batches_for(model, inputs))
+    batches = [batch.load() for batch in feed(model, inputs).batches]
     model.set_attn_implementation("eager")  # type: ignore[operator]
     for batch in batches:
         arguments = batch if isinstance(batch, dict) else {"pixel_values": batch}

@@ -34,10 +34,10 @@ class TokenLayout:
 
     @classmethod
     def of_image(
-        cls, batch: int, *, prefix: tuple[str, ...], grid: tuple[int, int], suffix: int = 0
+        cls, batch: int, *, prefix: tuple[str, ...], grid: tuple[int, int]
     ) -> "TokenLayout":
-        """Prefix tokens by kind, then `grid` patches, then `suffix` registers."""
-        kinds = [*prefix, *["patch"] * (grid[0] * grid[1]), *["register"] * suffix]
+        """Prefix tokens by kind, then `grid` patches."""
+        kinds = [*prefix, *["patch"] * (grid[0] * grid[1])]
         row = torch.tensor([code(kind) for kind in kinds], dtype=torch.int64)
         return cls(row.expand(batch, -1), grid)
 

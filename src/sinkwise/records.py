@@ -116,7 +116,3 @@ class AttentionRecord:
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.q.shape[1] // self.k.shape[1]
-
-    def value(self, head: int | Tensor) -> Tensor:
-        """The values that query head `head` reads: batch key value_dim."""
-        return self.v[:, torch.as_tensor(head, device=self.v.device) // self.group]

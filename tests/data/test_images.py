@@ -55,7 +55,7 @@ def test_batches_keep_the_order_of_names_and_the_number_asked_for(tmp_path):
     (tmp_path / "._a.jpg").write_bytes(b"not one either")
     inputs = images(tmp_path, samples=5, batch_size=2)
     batches = list(inputs.batches(PLAIN))
-    assert inputs.max_batches == len(batches) == 3
+    assert len(batches) == 3
     assert [tuple(batch.shape) for batch in batches] == [(2, 3, 31, 31)] * 2 + [(1, 3, 31, 31)]
     shades = torch.cat(batches).mean((1, 2, 3)) * 255
     torch.testing.assert_close(shades, 40.0 * torch.arange(5), atol=2, rtol=0)

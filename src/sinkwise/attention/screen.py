@@ -92,7 +92,7 @@ class Screened(NamedTuple):
     """Estimated sum of A_ij over all queries i, those of unread strata left out."""
     margin: Float[Tensor, " key"]
     """A key whose estimate lies below a threshold by more than this reaches it with a probability
-    of at most `miss`; infinite where nothing can be said.
+    of at most `miss`; 0 where every query that sees it was read.
     """
 
 

@@ -54,11 +54,6 @@ class ImageInputs:
     size: int | None = None
     """Height and width of the crop in pixels; None: as the model asks."""
 
-    @property
-    def max_batches(self) -> int:
-        """How many batches there are."""
-        return -(-len(self.files) // self.batch_size)
-
     def batches(
         self, preprocessing: Preprocessing
     ) -> Iterator[Float[Tensor, "batch channel height width"]]:

@@ -38,11 +38,6 @@ class TextInputs:
     batch_size: int
     """Windows of a batch; the last batch may be smaller."""
 
-    @property
-    def max_batches(self) -> int:
-        """Batches that a text which is long enough gives; known without reading it."""
-        return -(-self.samples // self.batch_size)
-
     def batches(self, tokenizer: Any) -> Iterator[dict[str, Int[Tensor, "batch key"]]]:
         """Batches of `input_ids` and an `attention_mask` of ones, both int64.
 

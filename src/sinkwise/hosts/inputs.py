@@ -27,16 +27,9 @@ class Feed(NamedTuple):
     """What the data is, as far as it is known without reading all of it."""
 
 
-def batches_for(model: nn.Module, inputs: Any) -> Iterator[Any]:
-    """Batches of text or pictures as this model wants them; any other iterable as it is.
-
-    Raises InputError where the model has no tokenizer for text, or takes no pictures.
-    """
-    return (batch.load() for batch in feed(model, inputs).batches)
-
-
 def feed(model: nn.Module, inputs: Any) -> Feed:
-    """The same batches, none of which is made before it is wanted.
+    """Batches of text or pictures as this model wants them, any other iterable as it is; none is
+    made before it is wanted.
 
     Raises InputError where the model has no tokenizer for text, or takes no pictures.
     """
