@@ -76,8 +76,8 @@ def processes(
 ) -> Iterator[Group]:
     """Run the block in `devices` processes on each of `nodes` nodes; `folder` is one they share.
 
-    Each process runs the whole command again up to here. One process is the calling one, and
-    Fabric is not imported. When the block fails in one process, the others end too, and the first
+    Each process runs the whole command again up to here, and all but the first end with the block.
+    One process is the calling one, and Fabric is not imported. When the block fails in one process, the others end too, and the first
     one says why with `say`; its exit code is 2. Raises InputError where processes cannot be
     started.
     """
@@ -155,10 +155,12 @@ class _Watch:
         self._folder = folder
         self._say = say
         self._parent = os.getppid() if started else None
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to watch."""
-        threading.Thread(target=self._run, daemon=True, name="sinkwise-watch").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="sinkwise-watch")
+        self._thread.start()
 
     def _run(self) -> None:
         while not self.over.wait(POLL_SECONDS):
@@ -233,7 +235,18 @@ class _Watch:
             os._exit(2)
 
     def finish(self) -> None:
-        """The block is done: wait for the processes that this one started."""
+        """The block is done: wait for the processes that this one started; all but the first of
+        all end here, since an interpreter taken down beside gloo's threads may abort.
+        """
         for child in self.children():
             child.wait()
         self.over.set()
+        if self.rank:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        if self._thread is not None:
+            self._thread.join()
+        import torch
+
+        torch.distributed.destroy_process_group()
