@@ -169,11 +169,59 @@ def test_a_mistake_is_one_clear_line(folder: Path, arguments: list[str], word: s
 def test_the_demo_shows_one_of_each_mechanism(tmp_path: Path) -> None:
     done = sinkwise("demo", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    nop, broadcast = (json.loads(line) for line in done.stdout.splitlines())
-    assert nop["prescription"] == "gate"
-    assert nop["layers"][0]["ratio"] < 0.05
-    assert broadcast["layers"][0]["broadcast"] == 1.0
+    found = {json.loads(line)["model"]: json.loads(line) for line in done.stdout.splitlines()}
+    verdicts = {name.removeprefix("demo:"): one["prescription"] for name, one in found.items()}
+    assert verdicts["nop"] == verdicts["nop-register"] == "gate" and verdicts["nop-gate"] == "none"
+    assert verdicts["broadcast-gate"] == "registers"
+    assert found["demo:nop"]["layers"][0]["ratio"] < 0.05
+    assert found["demo:broadcast"]["layers"][0]["broadcast"] == 1.0
+    both = found["demo:broadcast-register"]["layers"]
+    assert [both[0]["nop"], both[1]["broadcast"]] == [1.0, 1.0]
+    assert all(one["error"] < 0.05 for one in found.values())
     assert (tmp_path / "sinkwise-demo" / "nop" / "heads.png").is_file()
+    page = (tmp_path / "sinkwise-demo" / "index.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 9 and "The same stripe, two algorithms" in page
+
+
+def test_synthetic_trains_and_keeps_what_it_shows(tmp_path: Path) -> None:
+    options = ["--mitigation", "gate", "--seeds", "1", "--out", "nop"]
+    done = sinkwise("synthetic", "nop", *options, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (one,) = json.loads(done.stdout)["experiments"]
+    assert one["expected"] == "no sink" and one["task"]["gate"] == "elementwise"
+    assert one["seeds"][0]["right"] and one["seeds"][0]["prescription"] == "none"
+    assert one["seeds"][0]["layers"][0]["register_to_source"] is None
+    names = {path.name for path in (tmp_path / "nop").iterdir()}
+    wanted = {"loss.png", "map-0-before.png", "map-0-after.png", "spectrum-0.png"}
+    assert names == wanted | {"page.html", "rows.json", "table.md"}
+    told = sinkwise("synthetic", "nop", "--seeds", "1", cwd=tmp_path)
+    assert "the scan says so in 1 of 1 seeds" in told.stdout
+    assert "min_queries=16" in told.stdout
+
+
+def test_synthetic_logit(tmp_path: Path) -> None:
+    done = sinkwise("synthetic", "logit", "--out", "logit", cwd=tmp_path)
+    lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if "%" in line}
+    assert lines["none"][1:4] == ["1.00", "0%", "0.83"]
+    assert lines["3"][1:4] == ["0.23", "77%", "0.19"]
+    assert (tmp_path / "logit" / "logit.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["nop", "--form", "slow"], "form='slow' must be one of fast, causal, sweep"),
+        (["nop", "--mitigation", "prayer"], "mitigation='prayer' must be one of none, gate"),
+        (["registers", "--mitigation", "register"], "does not fit"),
+        (["cross", "--seeds", "0"], "--seeds 0 is too small"),
+        (["logit", "--out", "file"], "--out 'file' cannot be a folder"),
+        (["nop", "--out", "file"], "--out 'file' cannot be a folder"),
+    ],
+)
+def test_synthetic_refuses(tmp_path: Path, arguments: list[str], word: str) -> None:
+    (tmp_path / "file").write_text("")
+    done = sinkwise("synthetic", *arguments, cwd=tmp_path)
+    assert done.returncode == 2 and word in done.stderr and "Traceback" not in done.stderr
 
 
 def test_help_names_the_commands(tmp_path: Path) -> None:

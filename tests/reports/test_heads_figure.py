@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import sinkwise as sw
-from sinkwise.reports.heads_figure import COLORS, heads_figure, png
+from sinkwise.reports.charts import png
+from sinkwise.reports.heads_figure import COLORS, heads_figure
 from tests.planted import Planted, PlantedAttention, tokens
 
 

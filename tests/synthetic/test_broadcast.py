@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sinkwise.errors import InputError
-from sinkwise.synthetic.broadcast import Broadcast
+from sinkwise.synthetic.broadcast import CONCAVE_FLOOR, Broadcast, PreNormBroadcast
 from sinkwise.synthetic.model import AttentionOnly
 from tests.synthetic import relative_error, same_weights, signature
 
@@ -59,7 +59,7 @@ def test_few_steps_reduce_the_loss():
 
 
 def test_without_deep_supervision_the_layers_share_the_work():
-    task = Broadcast(deep_weight=0.0)
+    task = Broadcast(modular="none")
     model = task.train()
     inputs, _, source = task.sample(torch.Generator().manual_seed(9), 64)
     first = signature(model.layers[0].attention, inputs, source)
@@ -105,7 +105,58 @@ def test_model_is_attention_and_residual_only():
     assert std.item() == pytest.approx(0.1, rel=0.15)
 
 
-@pytest.mark.parametrize("wrong", [{"num_heads": 4}, {"num_heads": 0}, {"num_layers": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"num_heads": 4}, {"num_heads": 0}, {"num_layers": 0}, {"num_registers": -1}]
+)
 def test_impossible_models_are_refused(wrong):
     with pytest.raises(InputError, match=next(iter(wrong))):
         AttentionOnly(6, **wrong)
+
+
+def test_losses_follow_their_formulas():
+    sample = SMALL.sample(torch.Generator().manual_seed(1), 3)
+    for modular in ("none", "deep", "concave"):
+        task = replace(SMALL, modular=modular, num_registers=2, local=True)
+        model = task.model(torch.Generator().manual_seed(0))
+        states = [state[:, 2:] for state in model.states(sample.inputs)]
+        wanted = (states[1] - sample.targets).square().mean()
+        if modular == "deep":
+            wanted = wanted + 0.3 * (states[0] - sample.targets).square().mean()
+        if modular == "concave":
+            for before, after in ((sample.inputs, states[0]), (states[0], states[1])):
+                wanted = wanted + 0.2 * ((after - before).square().mean() + CONCAVE_FLOOR) ** 0.25
+        torch.testing.assert_close(task.loss(model, sample), wanted)
+
+
+def test_local_tokens_see_themselves_and_the_registers():
+    model = AttentionOnly(
+        6, num_registers=2, local=True, generator=torch.Generator().manual_seed(0)
+    )
+    x = torch.randn(1, 5, 6, generator=torch.Generator().manual_seed(1))
+    assert model(x).shape == x.shape and model.states(x)[0].shape == (1, 7, 6)
+    jacobian = torch.autograd.functional.jacobian(lambda y: model.states(y)[0], x)[0, :, :, 0]
+    reads = jacobian.abs().sum((1, 3)) > 0
+    wanted = torch.cat([torch.ones(2, 5), torch.eye(5)]).bool()
+    assert torch.equal(reads, wanted)
+
+
+def test_authors_form():
+    task = PreNormBroadcast(dim=7, length=5, seed=3)
+    fixed = task.fixed()
+    inputs, targets, source = task.sample(torch.Generator().manual_seed(1), 11)
+    torch.testing.assert_close(fixed["mix"] @ fixed["mix"].T, torch.eye(7), atol=1e-5, rtol=0)
+    for x, y, p in zip(inputs, targets, source, strict=True):
+        assert max(range(5), key=lambda i: float(x[i] @ fixed["direction"])) == p
+        for token, target in zip(x, y, strict=True):
+            torch.testing.assert_close(target, token + fixed["mix"] @ x[p])
+    model = task.model(torch.Generator().manual_seed(0))
+    state = inputs
+    for layer in model.layers:
+        state = state + layer.attention(layer.norm1(state))
+        wide, _, narrow = layer.mlp
+        hidden = torch.nn.functional.gelu(layer.norm2(state) @ wide.weight.T + wide.bias)
+        assert wide.weight.shape == (28, 7)
+        state = state + hidden @ narrow.weight.T + narrow.bias
+    torch.testing.assert_close(model(inputs), state)
+    with pytest.raises(InputError, match="num_registers=1"):
+        PreNormBroadcast(num_registers=1)

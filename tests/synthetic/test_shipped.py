@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from sinkwise.errors import InputError
 from sinkwise.synthetic.ship import WEIGHTS, main
-from sinkwise.synthetic.shipped import load, shipped
+from sinkwise.synthetic.shipped import TASKS, load, shipped
 from tests.synthetic import assert_hub, assert_nop, relative_error, signature, values
 
 FRESH = 77
@@ -59,7 +59,7 @@ def hub_signatures(model, inputs, source):
     ]
 
 
-@pytest.mark.parametrize("changes", [{}, {"length": 64, "aligned_share": 0.98}])
+@pytest.mark.parametrize("changes", [{}, {"length": 32, "aligned_share": 0.98}])
 def test_nop(folder, changes):
     model, inputs, targets, aligned = nop(folder, **changes)
     assert_nop(nop_signature(model, inputs), aligned)
@@ -133,26 +133,28 @@ def test_broadcast_carries_a_donors_payload():
     assert cosine.mean() > 0.95
 
 
-@pytest.mark.parametrize("name", ["nop", "broadcast"])
+@pytest.mark.parametrize("name", ["nop", "nop-register", "broadcast", "broadcast-gate"])
 def test_demonstration_inputs_are_sinks_by_the_event_rule(name):
     state = torch.get_rng_state()
-    model, inputs = shipped(name)
+    model, task, (inputs, _, _) = shipped(name)
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(inputs, shipped(name)[1])
+    assert torch.equal(inputs, shipped(name)[2].inputs)
     assert not model.training and len(inputs) == 64
+    assert inputs.shape[1] == task.length + task.scored == 32 + task.scored
+    inputs = model.start(inputs).detach()
     rows = torch.arange(64)
     uniform = signature(model.layers[0].attention, inputs, torch.zeros_like(rows))
     found = signature(model.layers[0].attention, inputs, uniform.attention.mean(1).argmax(1))
     event = (found.mass >= 0.5).double().mean(1) >= 0.9
     assert event.double().mean() >= 0.95
-    if name == "nop":
+    if name.startswith("nop"):
         assert found.ratio[event].max() <= 0.2
         assert ((found.mass < 0.5)[:, 1:]).any(), "some queries must find the head at work"
     else:
         assert found.ratio[event].min() >= 0.5 and found.stable_rank[event].max() <= 1.5
 
 
-@pytest.mark.parametrize("name", ["nop", "broadcast"])
+@pytest.mark.parametrize("name", TASKS)
 def test_file_is_small_and_says_what_it_is(name):
     path = WEIGHTS / f"{name}.safetensors"
     assert path.stat().st_size < 64 * 1024
@@ -163,7 +165,7 @@ def test_file_is_small_and_says_what_it_is(name):
 
 
 def test_stored_fixed_vectors_are_those_of_the_seed():
-    for name in ("nop", "broadcast"):
+    for name in TASKS:
         _, task, fixed = load(WEIGHTS / f"{name}.safetensors")
         assert fixed.keys() == task.fixed().keys()
         for key, tensor in task.fixed().items():
@@ -171,5 +173,5 @@ def test_stored_fixed_vectors_are_those_of_the_seed():
 
 
 def test_unknown_name():
-    with pytest.raises(InputError, match="name='hub' must be one of nop, broadcast"):
+    with pytest.raises(InputError, match="name='hub' must be one of nop, nop-gate"):
         unwrap(shipped)("hub")  # without the tests' type checker, which would refuse it first

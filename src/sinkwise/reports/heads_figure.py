@@ -70,10 +70,3 @@ def _rows(scan: Scan) -> list[dict[str, Any]]:
             "layer", "name", "head", "verdict", "sink_share"
         ).iter_rows()
     ]
-
-
-def png(chart: Any, scale: float = 2.0) -> bytes:
-    """A chart as PNG bytes, without a browser."""
-    import vl_convert
-
-    return vl_convert.vegalite_to_png(chart.to_json(), scale=scale)

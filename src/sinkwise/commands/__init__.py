@@ -1,0 +1,1 @@
+"""The commands beside `diagnose`, and what all of them share."""

@@ -1,0 +1,1 @@
+"""The synthetic tasks as experiments: trained over seeds, their signatures read, then scanned."""

@@ -1,0 +1,1 @@
+"""Modules that answer sinks: an output gate on the heads, register tokens before the sequence."""

@@ -1,0 +1,65 @@
+"""The output gate: what a head computed is let through or held back, a query at a time."""
+
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from sinkwise.errors import InputError
+
+GateKind = Literal["elementwise", "headwise"]
+
+PAPER_VARIANCE = 1e-6
+"""Variance of W_g at the start."""
+PAPER_BIAS = 2.0
+"""b at the start: sigmoid(2) = 0.88, nearly open."""
+
+
+class OutputGate(nn.Module):
+    """heads * sigmoid(W_g x + b): after the weighted sum of the values, before W_O.
+
+    x is the input of the attention layer, after the block's norm. `elementwise` has one factor for
+    each channel of the heads' outputs, `headwise` one for each head; both lie in (0, 1). A head
+    with nothing to add can close instead of looking at a token without a value. At the start
+    W_g ~ N(0, 1e-6) and b = 2, drawn from `generator`.
+
+    Raises InputError for another `kind`, or where `dim` is no multiple of `num_heads`.
+
+    Reference: Qiu et al., 2025, arXiv 2505.06708 (position G1).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        in_dim: int | None = None,
+        kind: GateKind = "elementwise",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """`dim` counts the channels of all heads; `in_dim` those of x, where they differ."""
+        super().__init__()
+        if kind not in get_args(GateKind):
+            raise InputError(f"kind={kind!r} must be one of {', '.join(get_args(GateKind))}")
+        if num_heads < 1 or dim % num_heads:
+            raise InputError(f"dim={dim} must be a multiple of num_heads={num_heads}")
+        self.kind = kind
+        self.num_heads = num_heads
+        outputs = dim if kind == "elementwise" else num_heads
+        # skip_init leaves the global random state alone.
+        self.proj = nn.utils.skip_init(nn.Linear, dim if in_dim is None else in_dim, outputs)
+        nn.init.normal_(self.proj.weight, std=PAPER_VARIANCE**0.5, generator=generator)
+        nn.init.constant_(self.proj.bias, PAPER_BIAS)
+
+    def factor(self, x: Float[Tensor, "*batch in_dim"]) -> Float[Tensor, "*batch factor"]:
+        """sigmoid(W_g x + b), each in (0, 1)."""
+        return torch.sigmoid(self.proj(x))
+
+    def forward(
+        self, heads: Float[Tensor, "*batch dim"], x: Float[Tensor, "*batch in_dim"]
+    ) -> Float[Tensor, "*batch dim"]:
+        factor = self.factor(x)
+        if self.kind == "elementwise":
+            return heads * factor
+        return (heads.unflatten(-1, (self.num_heads, -1)) * factor[..., None]).flatten(-2)

@@ -1,0 +1,45 @@
+"""Register tokens: learned tokens before the sequence that carry nothing of the input."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from sinkwise.errors import InputError
+
+
+class Registers(nn.Module):
+    """`count` learned tokens of width `dim`, put before a sequence and dropped at its read-out.
+
+    They start as distinct draws from N(0, std²): equal ones would stay equal. What a model
+    broadcasts, or throws away, can go through them instead of through a content token.
+
+    Raises InputError where there is no register.
+
+    Reference: Darcet et al., 2024, arXiv 2309.16588.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        dim: int,
+        *,
+        std: float = 0.02,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if count < 1:
+            raise InputError(f"count={count} must be at least 1")
+        self.tokens = nn.Parameter(torch.empty(count, dim))
+        nn.init.normal_(self.tokens, std=std, generator=generator)
+
+    @property
+    def count(self) -> int:
+        """The number of registers."""
+        return self.tokens.shape[0]
+
+    def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch longer dim"]:
+        return torch.cat([self.tokens.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
+
+    def drop(self, x: Float[Tensor, "batch longer dim"]) -> Float[Tensor, "batch token dim"]:
+        """The sequence without its registers."""
+        return x[:, self.count :]
