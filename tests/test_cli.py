@@ -193,7 +193,7 @@ def test_synthetic_trains_and_keeps_what_it_shows(tmp_path: Path) -> None:
     assert one["seeds"][0]["layers"][0]["register_to_source"] is None
     names = {path.name for path in (tmp_path / "nop").iterdir()}
     wanted = {"loss.png", "map-0-before.png", "map-0-after.png", "spectrum-0.png"}
-    assert names == wanted | {"page.html", "rows.json", "table.md"}
+    assert names == wanted | {"page.html", "rows.json", "table.md", "models"}
     told = sinkwise("synthetic", "nop", "--seeds", "1", cwd=tmp_path)
     assert "the scan says so in 1 of 1 seeds" in told.stdout
     assert "min_queries=16" in told.stdout

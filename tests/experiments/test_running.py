@@ -109,3 +109,22 @@ def test_the_sweep():
     assert by["threshold 0, gamma 1"].expected.startswith("no sink")
     assert by["threshold 0, gamma 0"].right(["nop"], [1.0])
     assert not by["threshold 0, gamma 0"].right(["none"], [1.0])
+
+
+def test_a_kept_model_is_not_trained_again(tmp_path):
+    chosen, steps = short("nop", mitigation="gate"), []
+    one = run(chosen, 1, keep=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["nop-fast-gate-1.safetensors"]
+
+    def count(step, loss):
+        steps.append(loss)
+
+    two = run(chosen, 1, count, keep=tmp_path)
+    assert len(steps) == 40 and all(math.isnan(loss) for loss in steps)
+    assert two.losses == one.losses and two.rows.equals(one.rows)
+    assert not two.model.training
+    other = short("nop", mitigation="gate", steps=41)
+    assert run(other, 1, keep=tmp_path).losses != one.losses, "another task is trained anew"
+    (tmp_path / "nop-fast-gate-1.safetensors").write_bytes(b"broken")
+    assert run(chosen, 1, keep=tmp_path).rows.equals(one.rows)
+    assert run(chosen, 2, keep=tmp_path).seed == 2 and len(list(tmp_path.iterdir())) == 2

@@ -23,7 +23,12 @@ app = typer.Typer(
 Form = Annotated[str | None, typer.Option(help="Default: the first one named below.")]
 Mitigation = Annotated[str, typer.Option(help="What is put into the model.")]
 Seeds = Annotated[int, typer.Option(help="How many seeds, from 0 on.")]
-Out = Annotated[Path | None, typer.Option(help="Folder for page.html, charts and rows.json.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for page.html, charts, numbers and models; a second run goes on there."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -162,8 +167,11 @@ def _all(
 
     if seeds < 1:
         raise InputError(f"--seeds {seeds} is too small: it is at least 1")
+    models = None
     if out is not None:
         make_folder(out)
+        models = out / "models"
+        make_folder(models)
     total = seeds * sum(one.task.steps for one in chosen)
     groups: list[list[Trained]] = []
     done = 0
@@ -176,7 +184,7 @@ def _all(
                 update(done)
 
         for one in chosen:
-            groups.append([run(one, seed, step) for seed in range(seeds)])
+            groups.append([run(one, seed, step, models) for seed in range(seeds)])
     if out is not None:
         _keep(groups, out, charts, page)
     if as_json:

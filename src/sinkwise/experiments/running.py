@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import polars as pl
 import torch
 from torch import nn
 
+from sinkwise.experiments.kept import Losses, keep_model, kept_model, model_file
 from sinkwise.layout import TokenLayout, code
 from sinkwise.results import Scan
 from sinkwise.rules import MeanRule, Rules
@@ -34,7 +36,7 @@ class Trained:
     seed: int
     model: nn.Module
     sample: Sample
-    losses: list[tuple[int, float]]
+    losses: Losses
     before: list[Signature]
     """Signatures of the untrained model, a layer each."""
     after: list[Signature]
@@ -56,23 +58,20 @@ class Trained:
 
 
 def run(
-    experiment: Experiment, seed: int, progress: Callable[[int, float], None] | None = None
+    experiment: Experiment,
+    seed: int,
+    progress: Callable[[int, float], None] | None = None,
+    keep: Path | None = None,
 ) -> Trained:
-    """Train with `seed`, then read and scan the model on samples it has not seen."""
+    """Train with `seed`, then read and scan the model on samples it has not seen.
+
+    A model that an earlier run left in the folder `keep` is not trained again.
+    """
     task = replace(experiment.task, seed=seed)
-    every = max(1, task.steps // CURVE_POINTS)
-    losses = []
-
-    def keep(step: int, loss: float) -> None:
-        if step % every == 0 or step == task.steps - 1:
-            losses.append((step, loss))
-        if progress is not None:
-            progress(step, loss)
-
     generator = torch.Generator().manual_seed(seed)
     fixed = task.fixed(generator)
     untrained = task.model(generator).eval()
-    model = task.train(keep)
+    model, losses = _trained(experiment, task, progress, keep)
     sample = task.sample(torch.Generator().manual_seed(TEST_SEED + seed), TEST_SAMPLES, fixed)
     sink = sink_of(task, model, sample)
     after = signatures(model, sample.inputs, sink)
@@ -98,6 +97,38 @@ def run(
         scan=found,
         rows=pl.DataFrame(rows),
     )
+
+
+def _trained(
+    experiment: Experiment,
+    task: Task,
+    progress: Callable[[int, float], None] | None,
+    keep: Path | None,
+) -> tuple[Any, Losses]:
+    """The trained model, from `keep` where it lies there, and points of its loss curve."""
+    name = f"{experiment.kind}-{experiment.form}-{experiment.mitigation}"
+    path = None if keep is None else model_file(keep, name, task.seed)
+    if path is not None:
+        model = task.model(torch.Generator()).eval()
+        found = kept_model(path, model, task)
+        if found is not None:
+            if progress is not None:
+                for step in range(task.steps):
+                    progress(step, math.nan)
+            return model, found
+    every = max(1, task.steps // CURVE_POINTS)
+    losses: Losses = []
+
+    def note(step: int, loss: float) -> None:
+        if step % every == 0 or step == task.steps - 1:
+            losses.append((step, loss))
+        if progress is not None:
+            progress(step, loss)
+
+    model = task.train(note)
+    if path is not None:
+        keep_model(path, model, task, losses)
+    return model, losses
 
 
 def sink_of(task: Task, model: nn.Module, sample: Sample) -> torch.Tensor:
