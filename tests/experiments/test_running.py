@@ -8,7 +8,7 @@ import torch
 
 from sinkwise.experiments.cross import sweep_experiments
 from sinkwise.experiments.edits import error_after
-from sinkwise.experiments.running import layout_of, relative_error, run, sink_of
+from sinkwise.experiments.running import layout_of, relative_error, run
 from sinkwise.synthetic.forms import experiment
 
 
@@ -77,16 +77,14 @@ def test_relative_error():
 def test_where_the_sink_should_be():
     for names, place in ((("nop",), 0), (("nop", "fast", "register"), 0), (("registers",), 0)):
         task = experiment(*names).task
-        model = task.model(torch.Generator().manual_seed(0))
         sample = task.sample(torch.Generator().manual_seed(0), 5)
-        assert sink_of(task, model, sample).tolist() == [place] * 5
+        assert task.sink(sample).tolist() == [place] * 5
         kinds = [layout_of(task)(sample.inputs).kind(0, token) for token in range(2)]
         assert kinds == ["register" if task.num_registers else "special", "text"]
     for mitigation, shift in (("none", 0), ("register", 1)):
         task = experiment("broadcast", "deep", mitigation).task
         sample = task.sample(torch.Generator().manual_seed(0), 5)
-        model = task.model(torch.Generator().manual_seed(0))
-        assert sink_of(task, model, sample).tolist() == (sample.marks + shift).tolist()
+        assert task.sink(sample).tolist() == (sample.marks + shift).tolist()
 
 
 def test_edits_change_the_sinks_value_and_nothing_else():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinkwise.experiments.edits import error_after
-from sinkwise.experiments.running import layout_of, relative_error, sink_of
+from sinkwise.experiments.running import layout_of, relative_error
 from sinkwise.hosts.load import load
 from sinkwise.results import Scan, check_target
 from sinkwise.rules import RelaxedRule, Rules
@@ -63,7 +63,7 @@ def run_demo(out: Path) -> Iterator[Demonstrated]:
         check_target(out / name)
     for name in TASKS:
         model, task, sample = shipped(name)
-        sink, layer = sink_of(task, model, sample), SHOWN_LAYER[name]
+        sink, layer = task.sink(sample), SHOWN_LAYER[name]
         found = scan(
             load(f"demo:{name}"),
             [sample.inputs],

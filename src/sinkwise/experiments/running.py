@@ -15,7 +15,6 @@ from sinkwise.layout import TokenLayout, code
 from sinkwise.results import Scan
 from sinkwise.rules import MeanRule, Rules
 from sinkwise.scanning import scan
-from sinkwise.synthetic.broadcast import Broadcast, PreNormBroadcast
 from sinkwise.synthetic.forms import Experiment
 from sinkwise.synthetic.signature import Signature, signatures
 from sinkwise.synthetic.task import Sample, Task
@@ -73,7 +72,7 @@ def run(
     untrained = task.model(generator).eval()
     model, losses = _trained(experiment, task, progress, keep)
     sample = task.sample(torch.Generator().manual_seed(TEST_SEED + seed), TEST_SAMPLES, fixed)
-    sink = sink_of(task, model, sample)
+    sink = task.sink(sample)
     after = signatures(model, sample.inputs, sink)
     found = scan_of(task, model, sample)
     error = relative_error(task, model, sample)
@@ -131,38 +130,25 @@ def _trained(
     return model, losses
 
 
-def sink_of(task: Task, model: nn.Module, sample: Sample) -> torch.Tensor:
-    """Where the sink should be: a register, the token that is sent to all, or position 0."""
-    if task.num_registers and (getattr(task, "local", False) or sample.marks.ndim == 2):
-        return torch.zeros(len(sample.inputs), dtype=torch.int64)
-    if isinstance(task, Broadcast | PreNormBroadcast):
-        return sample.marks + task.num_registers
-    return torch.zeros(len(sample.inputs), dtype=torch.int64)
-
-
 def row(task: Task, found: Signature, sample: Sample) -> dict[str, float]:
     """The numbers of one layer; NaN where there is nothing to average."""
     prefix = task.num_registers
     mass, gate = found.mass[:, prefix:], found.gate
-    if sample.marks.ndim == 2:
-        nop = sample.marks
-        active = ~nop
-        active[:, : task.scored] = False
-    else:
-        nop, active = torch.zeros_like(mass, dtype=torch.bool), torch.ones_like(mass).bool()
+    nop = task.idle(sample)
+    active = ~nop
+    active[:, : task.scored] = False
     gates = torch.full_like(mass, math.nan) if gate is None else gate[:, prefix:]
     received = found.attention.mean(1)
+    moving = sample.marks.ndim == 1  # the sink's place differs from sample to sample
     source = math.nan
-    if sample.marks.ndim == 1 and prefix:
+    if moving and prefix:
         rows = torch.arange(len(sample.marks))
         source = float(found.attention[rows, 0, sample.marks + prefix].mean())
     return {
         "mass_nop": float(mass[nop].mean()),
         "mass_active": float(mass[active].mean()),
         "mass": float(mass[:, task.scored :].mean()),
-        "largest": float(
-            received.mean(0).max() if sample.marks.ndim == 2 else received.amax(1).mean()
-        ),
+        "largest": float(received.amax(1).mean() if moving else received.mean(0).max()),
         "register_to_source": source,
         "uniform": 1 / found.attention.shape[-1],
         "column_share": found.column_share,

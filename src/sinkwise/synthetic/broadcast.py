@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkwise.errors import InputError
@@ -85,6 +85,13 @@ class Broadcast(Task):
         payload = inputs[rows, source] @ fixed["mix"].T
         return Sample(inputs, inputs + payload[:, None], source)
 
+    def sink(self, sample: Sample) -> Int[Tensor, " batch"]:
+        """Position p among the states; that of the register where all has to go through it."""
+        return super().sink(sample) if self.local else sample.marks + self.num_registers
+
+    def idle(self, sample: Sample) -> Bool[Tensor, "batch token"]:
+        return torch.zeros(sample.inputs.shape[:2], dtype=torch.bool)
+
     def model(self, generator: torch.Generator) -> AttentionOnly:
         """The untrained model: `num_layers` layers of one head."""
         return AttentionOnly(
@@ -152,6 +159,12 @@ class PreNormBroadcast(Task):
         source = (inputs @ fixed["direction"]).argmax(1)
         payload = inputs[torch.arange(batch), source] @ fixed["mix"].T
         return Sample(inputs, inputs + payload[:, None], source)
+
+    def sink(self, sample: Sample) -> Int[Tensor, " batch"]:
+        return sample.marks
+
+    def idle(self, sample: Sample) -> Bool[Tensor, "batch token"]:
+        return torch.zeros(sample.inputs.shape[:2], dtype=torch.bool)
 
     def model(self, generator: torch.Generator) -> PreNorm:
         """The untrained model: `num_layers` pre-norm layers of one head."""

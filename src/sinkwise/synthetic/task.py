@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sinkwise.errors import InputError
@@ -75,6 +75,16 @@ class Task(ABC):
         self, generator: torch.Generator, batch: int, fixed: Mapping[str, Tensor] | None = None
     ) -> Sample:
         """A batch; `fixed` stands in for `self.fixed()`."""
+
+    def sink(self, sample: Sample) -> Int[Tensor, " batch"]:
+        """Where each sample's sink should be, among the positions of the states: at 0, the null
+        token or the register.
+        """
+        return torch.zeros(len(sample.inputs), dtype=torch.int64)
+
+    def idle(self, sample: Sample) -> Bool[Tensor, "batch token"]:
+        """The queries that must get nothing."""
+        return sample.marks
 
     @abstractmethod
     def model(self, generator: torch.Generator) -> Any:
