@@ -184,6 +184,9 @@ def test_weights_are_transformers_own(case: Case) -> None:
         pytest.skip("this model gives no attentions at all")
     ours = [weights for weights in maps if any(weights.shape == other.shape for other in own)]
     assert len(ours) >= len(own)
+    if case.name.startswith("granite") and "swa" in case.name:
+        # These give away the map before their sink logit scales it.
+        ours = [weights / weights.sum(dim=-1, keepdim=True) for weights in ours]
     for theirs in own:
         near = [
             float((theirs - weights).abs().max())

@@ -77,9 +77,9 @@ def processes(
     """Run the block in `devices` processes on each of `nodes` nodes; `folder` is one they share.
 
     Each process runs the whole command again up to here, and all but the first end with the block.
-    One process is the calling one, and Fabric is not imported. When the block fails in one process, the others end too, and the first
-    one says why with `say`; its exit code is 2. Raises InputError where processes cannot be
-    started.
+    One process is the calling one, and Fabric is not imported. When the block fails in one
+    process, the others end too, and the first one says why with `say`; its exit code is 2. Raises
+    InputError where processes cannot be started.
     """
     if devices * nodes == 1:
         yield Group(0, 1, device)
