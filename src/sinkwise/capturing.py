@@ -138,7 +138,7 @@ class _CaptureMode(TorchFunctionMode):
         """Remember a block's input, the residual stream."""
         if _in_backward():
             return
-        tensors = [t for t in (*args, *kwargs.values()) if _is_stream(t)]
+        tensors = [t for t in _flat((args, kwargs)) if _is_stream(t)]
         self._inputs.append((block, tensors[0] if tensors else None))
         self._ran[block.name] = block
 

@@ -196,6 +196,8 @@ SCALES = {
     "timm-cait-sdpa": "blocks.0.gamma_1",
     "dinov2-sdpa": "layer.0.layer_scale1.lambda1",
     "dinov3-sdpa": "model.layer.0.layer_scale1.lambda1",
+    "dinov2-hub-sdpa": "blocks.0.ls1.gamma",
+    "dinov3-hub": "blocks.0.ls1.gamma",
     "open_clip-layer-scale": "visual.transformer.resblocks.0.ls_1.gamma",
 }
 

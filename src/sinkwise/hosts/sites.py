@@ -32,6 +32,8 @@ _LAYER_SCALE = (
 )  # fmt: skip
 _INTERLEAVED = ("GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention")
 """Classes whose fused rows are [head, (q k v), head_dim], not [(q k v), head, head_dim]."""
+_QKV = ("timm", "dinov2", "dinov3")
+"""Packages whose fused rows are [(q k v), head, head_dim], whatever a class is called."""
 
 Weights = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
@@ -40,9 +42,10 @@ def attention_sites(model: nn.Module) -> dict[str, AttentionSite]:
     """The sites of a model by the path of the module whose forward attends, views of its weights.
 
     Layouts known here: separate q/k/v linears (transformers' decoders and encoders, with grouped
-    heads, with an output gate), timm's fused `qkv`, ModernBERT's and MPT's `Wqkv`, Phi-3's grouped
-    `qkv_proj`, GPT-2's transposed `c_attn`, GPT-NeoX' and BLOOM's interleaved `query_key_value`,
-    Falcon's three of that name, `nn.MultiheadAttention` and open_clip's. Others have no entry.
+    heads, with an output gate), the fused `qkv` of timm, DINOv2 and DINOv3, ModernBERT's and MPT's
+    `Wqkv`, Phi-3's grouped `qkv_proj`, GPT-2's transposed `c_attn`, GPT-NeoX' and BLOOM's
+    interleaved `query_key_value`, Falcon's three of that name, `nn.MultiheadAttention` and
+    open_clip's. Others have no entry.
     """
     sites: dict[str, AttentionSite] = {}
     modules = {clean(name): module for name, module in model.named_modules()}
@@ -171,10 +174,10 @@ def _fused(module: nn.Module, name: str, output: str, order: str) -> Weights | N
     return q, k, v, _output(out, heads)
 
 
-def _timm(module: nn.Module, _: nn.Module | None) -> Weights | None:
-    """timm's `qkv`; XCiT's attends over channels and has no such heads."""
+def _qkv(module: nn.Module, _: nn.Module | None) -> Weights | None:
+    """The `qkv` of timm and of DINO's own code; XCiT's attends over channels and has no heads."""
     kind = type(module)
-    if not kind.__module__.startswith("timm.") or kind.__name__ == "XCA":
+    if kind.__module__.partition(".")[0] not in _QKV or kind.__name__ == "XCA":
         return None
     if getattr(module, "gate", None) is not None:
         return None
@@ -234,7 +237,7 @@ def _falcon(module: nn.Module, _: nn.Module | None) -> Weights | None:
     return rows[:, :-2].flatten(0, 1), rows[:, -2], rows[:, -1], _output(out, heads)
 
 
-_LAYOUTS = (_multihead, _separate, _timm, _wqkv, _conv1d, _interleaved, _phi, _falcon)
+_LAYOUTS = (_multihead, _separate, _qkv, _wqkv, _conv1d, _interleaved, _phi, _falcon)
 
 
 def _near(
