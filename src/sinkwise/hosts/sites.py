@@ -22,7 +22,7 @@ _HEAD_DIM = ("head_dim", "attention_head_size", "head_size")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _NORM = (
     "norm1", "layernorm_before", "input_layernorm", "ln_1", "layer_norm1", "attn_norm", "ln_attn",
-    "norm_1", "layer_norm", "self_attn_layer_norm",
+    "norm_1", "layer_norm", "self_attn_layer_norm", "temporal_pre_norm", "operator_norm",
 )  # fmt: skip
 _POST_NORM = re.compile(r"Swin(Transformer)?V2|ResPost|PostNorm", re.IGNORECASE)
 """Blocks whose first norm, whatever its name, follows the attention."""
@@ -30,6 +30,11 @@ _CROSS = re.compile(r"cross|encoder_attn|multihead_attn|encdec", re.IGNORECASE)
 _LAYER_SCALE = (
     "ls1.gamma", "ls_1.gamma", "layer_scale1.lambda1", "gamma_1", "lambda_1", "gamma1",
 )  # fmt: skip
+_BETWEEN = (
+    "groupnorm", "attn_sub_norm", "inner_attn_ln", "o_norm", "post_attention_layernorm",
+    "exclusive_self_attention",
+)  # fmt: skip
+"""What an attention module may do to its heads before their projection, which then is not all."""
 _INTERLEAVED = ("GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention")
 """Classes whose fused rows are [head, (q k v), head_dim], not [(q k v), head, head_dim]."""
 _QKV = ("timm", "dinov2", "dinov3")
@@ -56,11 +61,13 @@ def attention_sites(model: nn.Module) -> dict[str, AttentionSite]:
                 q, k, v, o = weights
                 # Keys of another width than the queries' come from another sequence.
                 own = q.shape[2] == k.shape[2] == v.shape[2]
+                # Differential attention: two maps, each over half of the values.
+                split = getattr(module, "lambda_q1", None) is not None
                 sites[name] = AttentionSite(
                     name=name,
                     q=q,
                     k=k if own else None,
-                    v=v if own else None,
+                    v=v if own and not split else None,
                     o=o,
                     layer_scale=_near(modules, name, _layer_scale),
                     input_gain=None if _is_cross(name) else _near(modules, name, _input_gain),
@@ -154,6 +161,8 @@ def _separate(module: nn.Module, parent: nn.Module | None) -> Weights | None:
         outputs = [getattr(module, name, None) for name in _OUTPUT]
         outputs += [_attribute(parent, "output.dense"), getattr(module, "proj", None)]
         o = next((w for w in map(_matrix, outputs) if w is not None), None)
+        if any(getattr(module, name, None) is not None for name in _BETWEEN):
+            o = None
         values = _heads(v, v.shape[0] // kv_heads)
         if o is not None and o.shape[1] != heads * values.shape[1]:
             return None  # the query projection carries something else too
