@@ -102,9 +102,10 @@ class _CaptureMode(TorchFunctionMode):
         super().__init__()
         self._on_record = on_record
         self._sites = sites
-        self._names = {id(module): clean(name) for name, module in model.named_modules()}
-        self._modules = {id(module): module for module in model.modules()}
-        self._weights = {products.storage(parameter) for parameter in model.parameters()} - {0}
+        # Walked once: a scan opens a capture for each batch.
+        self._owners = {id(m): (clean(name), m) for name, m in model.named_modules()}
+        parameters = (p for _, m in self._owners.values() for p in m._parameters.values())
+        self._weights = {products.storage(p) for p in parameters if p is not None} - {0}
         self._index = LayerIndex(blocks)
         self._check = check
         self._checked: set[tuple[str, int]] = set()
@@ -249,8 +250,8 @@ class _CaptureMode(TorchFunctionMode):
         while frame is not None:
             if "self" in frame.f_code.co_varnames[:1]:
                 owner = frame.f_locals.get("self")
-                if id(owner) in self._names:
-                    return self._names[id(owner)], self._modules[id(owner)]
+                if id(owner) in self._owners:
+                    return self._owners[id(owner)]
             frame = frame.f_back
         return "", None
 

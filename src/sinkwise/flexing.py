@@ -42,7 +42,8 @@ def fields(args: tuple, out: Tensor, lse: Tensor) -> dict[str, Any]:
     the record is marked unfaithful. The operator's log-sum-exp is to base 2.
     """
     q, k, v, score_mod, block_mask, scale = args[:6]
-    k, v = (t.expand(q.shape[0], *t.shape[1:]) for t in (k, v))
+    if k.shape[0] != q.shape[0]:
+        k, v = (t.expand(q.shape[0], *t.shape[1:]) for t in (k, v))
     score_buffers, mask_buffers = args[7:9]
     score_mod = _bound(score_mod, score_buffers)
     allowed = _mask(block_mask, _bound(block_mask[-1], mask_buffers), q, k)

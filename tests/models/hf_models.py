@@ -162,10 +162,12 @@ _hf("jamba", "JambaModel", {**_DECODER, **_MOE, "num_hidden_layers": 4, "attn_la
 _hf("bamba", "BambaModel", {**_DECODER, "attn_layer_indices": [1], "mamba_n_heads": 8,
     "mamba_d_head": 12, "mamba_d_state": 4}, (1,), silent=1, **_GROUPED)  # fmt: skip
 _hf("lfm2", "Lfm2Model", {**_DECODER, "num_hidden_layers": 3,
-    "layer_types": ["conv", "full_attention", "conv"]}, (1,), linear="vo", silent=2, **_GROUPED)  # fmt: skip
+    "layer_types": ["conv", "full_attention", "conv"]}, (1,), linear="vo", silent=2,
+    **_GROUPED)  # fmt: skip
 _hf("recurrent-gemma", "RecurrentGemmaModel", {**_DECODER, "num_hidden_layers": 3,
     "lru_width": 48, "attention_window_size": 5,
-    "block_types": ["recurrent", "recurrent", "attention"]}, (2,), silent=2, **_GROUPED)  # fmt: skip
+    "block_types": ["recurrent", "recurrent", "attention"]}, (2,), silent=2,
+    **_GROUPED)  # fmt: skip
 _hf("minimax", "MiniMaxModel", {**_DECODER, **_MOE, "block_size": 8,
     "layer_types": ["linear_attention", "full_attention"]}, (1,), silent=1,
     extra=True, **_GROUPED)  # fmt: skip
