@@ -260,11 +260,13 @@ def deaf(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any
 
 @pytest.mark.parametrize("kernel", ["sdpa", "deaf"])
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_kernel_that_drops_the_sink_logit_is_refused(name: str, kernel: str) -> None:
+def test_a_kernel_that_drops_the_sink_logit_is_refused(
+    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transformers = pytest.importorskip("transformers")
-    transformers.AttentionInterface.register("deaf", deaf)
-    sdpa_mask = transformers.masking_utils.sdpa_mask
-    transformers.AttentionMaskInterface.register("deaf", sdpa_mask)
+    mask = transformers.masking_utils.sdpa_mask
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "deaf", deaf)
+    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, "deaf", mask)
     model, inputs = sunk(name, kernel)
     place = r"layers\.\d\.self_attn \(layer \d\)"
     cure = r"set_attn_implementation\('eager'\)"
