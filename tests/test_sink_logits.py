@@ -203,10 +203,12 @@ class Wrong(Six):
             out = scores.softmax(dim=-1) @ v
             return out * torch.sigmoid(scores.logsumexp(dim=-1) - self.logit)[..., None]
         out, aux = flex_attention(self.q, self.k, v, scale=1.0, return_aux=AuxRequest(lse=True))
+        if self.way == "flex, twice the logit":
+            return out * torch.sigmoid(torch.sub(aux.lse, self.logit, alpha=2.0))[..., None]
         return out * torch.exp(-aux.lse)[..., None]
 
 
-@pytest.mark.parametrize("way", ["turned", "late", "flex"])
+@pytest.mark.parametrize("way", ["turned", "late", "flex", "flex, twice the logit"])
 def test_what_no_record_can_tell_is_an_error(way: str) -> None:
     with pytest.raises(CaptureError, match=r"log-sum-exp.*set_attn_implementation\('eager'\)"):
         records_of(Wrong(way), (values()[None, None],))

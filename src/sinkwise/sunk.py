@@ -92,6 +92,8 @@ class Behind:
 
     def before(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """A function is about to run: overwriting the output, but to scale it, ends the wait."""
+        if self._waiting is None:
+            return
         writes = name == "__setitem__" or name.startswith("__i") or "out" in kwargs
         if writes or (name.endswith("_") and not name.endswith("__")):
             self._used(name, _flat(args, kwargs))
@@ -112,7 +114,7 @@ class Behind:
         """
         waiting = self._waiting
         if waiting is not None and isinstance(result, Tensor):
-            if name in _SAME and args[0] is waiting.out():
+            if name in _SAME and args and args[0] is waiting.out():
                 waiting.out = weakref.ref(result)
             else:
                 self._used(name, _flat(args, kwargs))
@@ -129,7 +131,9 @@ class Behind:
         tensors = [value for value in values if isinstance(value, Tensor)]
         source = next(value for value in tensors if self._of(value) is term)
         others = [value for value in tensors if self._of(value) is None]
-        new = _next(name, args, source, others, terms, result)
+        # alpha, beta and their like say more than can be followed.
+        known = set(kwargs) <= {"dim", "keepdim", "tensors", "dtype", "memory_format"}
+        new = _next(name, args, source, others, terms, result) if known else None
         if new is not None:
             self._set(result, new)
         elif term.strict and name not in _READ:
@@ -158,16 +162,17 @@ def _next(
 ) -> _Term | None:
     """What `result` is, or None where the operation leads nowhere known."""
     term = terms[0]
+    natural = all(abs(each.factor - 1) <= 1e-6 for each in terms)
     if len(terms) > 1:
-        kinds = [each.kind for each in terms]
-        return replace(terms[1], kind="log share") if _ends(name, kinds) else None
+        ends = name in _SUB and [each.kind for each in terms] == ["lse", "joint"] and natural
+        return replace(terms[1], kind="log share") if ends else None
     if name in _SAME | _SHAPE:
         return term if result.numel() == source.numel() else None
     numbers = [value for value in args if isinstance(value, int | float)]
     if name in _MUL | _DIV and len(numbers) == 1 and len(args) == 2:
         by = float(numbers[0])
         return replace(term, factor=term.factor * by if name in _MUL else term.factor / by)
-    if abs(term.factor - 1) > 1e-6:
+    if not natural:
         return None
     if term.kind == "lse":
         return _joined(term, name, args, source, others, result)
@@ -179,17 +184,13 @@ def _next(
     return None if step is None else replace(term, kind=step)
 
 
-def _ends(name: str, kinds: list[str]) -> bool:
-    return name in _SUB and kinds == ["lse", "joint"]
-
-
 def _joined(
     term: _Term, name: str, args: tuple, lse: Tensor, others: list[Tensor], result: Tensor
 ) -> _Term | None:
     """A log-sum-exp and its sink logit (none: a logit of 0), as one of the ways to join them."""
     if name == "sigmoid":  # softmax-one
         return replace(term, kind="share", sink=lse.new_zeros(()).expand(lse.shape))
-    if name in _SUB and args[0] is lse and result.shape == lse.shape:
+    if name in _SUB and len(args) == 2 and args[0] is lse and result.shape == lse.shape:
         other = others[0] if others else lse.new_tensor(args[1])
         return replace(term, kind="less", sink=other.expand(lse.shape))
     if not others:
