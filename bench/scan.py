@@ -4,12 +4,14 @@
 
 `eager` keeps the attentions that transformers returns, `caching` keeps q, k, v and the map of every
 layer, `scan` measures everything, `screen` is a screened scan. Ratios are medians over the rounds
-of one run, in which they take turns; peak memory is that above the loaded model, each in a process
-of its own (on a GPU: of the allocator). `--write` puts the table into bench/README.md. Random
-weights from config: nothing is downloaded.
+of one run, in which they take turns; peak memory is that above the loaded model, the median of
+three processes of its own, whose allocator keeps nothing that is freed (on a GPU: of torch's
+allocator). `--write` puts the table into bench/README.md. Random weights from config: nothing is
+downloaded.
 """
 
 import argparse
+import functools
 import math
 import os
 import platform
@@ -61,6 +63,15 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "Llama-like, 4096 tokens": lambda: causal(4096),
 }
 """What is measured."""
+
+TRIMMED = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+}
+"""glibc's allocator gives freed tensors back at once. As it comes it keeps holes in its heap, 30 to
+70 MiB of them and others in every run, and those would be measured.
+"""
 
 
 def run(variant: str, model: Any, batch: Any, batches: int) -> None:
@@ -138,11 +149,12 @@ def _wait(device: str) -> None:
 
 
 def peak_mib(case: str, variant: str, options: argparse.Namespace) -> float:
-    """Peak memory above the loaded model, in a process of its own."""
+    """Peak memory above the loaded model: the median of three processes of its own."""
     command = [sys.executable, __file__, "--memory", variant, "--case", case]
     command += ["--device", options.device, "--threads", str(options.threads)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
+    start = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
+    peaks = [start(command, env={**os.environ, **TRIMMED}).stdout.split()[-1] for _ in range(3)]
+    return statistics.median(map(float, peaks))
 
 
 def measure_memory(case: str, variant: str, device: str) -> None:

@@ -108,7 +108,7 @@ def test_outputs_and_records(case: Case) -> None:
 
     def enter(name: str):
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            given = tensors([*args, *kwargs.values()])
             entered.setdefault(name, []).extend(t.clone() for t in given if t.dim() == 3)
 
         return hook
@@ -160,7 +160,9 @@ def test_outputs_and_records(case: Case) -> None:
 
 
 EAGER = [
-    case for case in CASES if case.name.endswith("-eager") and not case.name.startswith("timm")
+    case
+    for case in CASES
+    if case.name.endswith("-eager") and not case.name.startswith(("timm", "dinov2-hub"))
 ]
 
 
@@ -184,6 +186,9 @@ def test_weights_are_transformers_own(case: Case) -> None:
         pytest.skip("this model gives no attentions at all")
     ours = [weights for weights in maps if any(weights.shape == other.shape for other in own)]
     assert len(ours) >= len(own)
+    if case.name.startswith("granite") and "swa" in case.name:
+        # These give away the map before their sink logit scales it.
+        ours = [weights / weights.sum(dim=-1, keepdim=True) for weights in ours]
     for theirs in own:
         near = [
             float((theirs - weights).abs().max())

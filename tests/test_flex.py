@@ -247,12 +247,17 @@ class Sunk(Flexible):
 
 
 @pytest.mark.parametrize("way", ["sigmoid", "cat"])
-def test_a_sink_logit_behind_the_operator_is_never_dropped(way: str) -> None:
+def test_a_sink_logit_behind_the_operator_is_in_the_record(way: str) -> None:
     model, x = Sunk(way), torch.randn(2, TOKENS, 24)
     before = _state(model)
-    with pytest.raises(CaptureError, match=r"log-sum-exp.*set_attn_implementation\('eager'\)"):
-        records_of(model, (x,))
+    (captured,), (record,) = records_of(model, (x,))
     assert _state(model) == before
+    wanted = model.sinks[None, :, None].expand(2, 4, TOKENS)
+    torch.testing.assert_close(record.sink_logit, wanted.detach(), rtol=0, atol=0)
+    assert torch.equal(record.out, captured) and record.lse is not None
+    check(record)
+    with torch.no_grad():
+        assert torch.equal(captured, model(x))
 
 
 def test_gpt_oss_is_refused_on_a_cpu_by_transformers_itself() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import sinkwise as sw
 from sinkwise.jacobian import measured_sites
 
 from .models import build, run
@@ -40,6 +41,38 @@ def test_weights_by_head(kv_heads: int) -> None:
         torch.testing.assert_close(ours.flatten(0, 1), linear.weight, rtol=1e-5, atol=1e-6)
     wanted = part.d.weight.unflatten(1, (3, 8)).transpose(0, 1)
     torch.testing.assert_close(site.o, wanted, rtol=1e-5, atol=1e-6)
+
+
+class Flexible(Plain):
+    """The same by FlexAttention, which has no gradients on a CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        width = x.shape[-1] // self.heads
+        q, k, v = (
+            part(x).unflatten(-1, (-1, width)).transpose(1, 2) for part in (self.a, self.b, self.c)
+        )
+        out = flex_attention(q, k, v, enable_gqa=True)
+        return self.d(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_flex_attention_s_weights_by_head(kv_heads: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Flexible(kv_heads=kv_heads))
+    x = torch.randn(2, 7, 24)
+    before = _state(model)
+    site = measured_sites(model, ["0"], x)["0"]
+    assert _state(model) == before
+    part = model[0]
+    for ours, linear in ((site.q, part.a), (site.k, part.b), (site.v, part.c)):
+        torch.testing.assert_close(ours.flatten(0, 1), linear.weight, rtol=1e-5, atol=1e-6)
+    wanted = part.d.weight.unflatten(1, (3, 8)).transpose(0, 1)
+    torch.testing.assert_close(site.o, wanted, rtol=1e-5, atol=1e-6)
+    scan = sw.scan(model, [x], rules="mean")
+    assert scan.meta["sites_measured"] == ["0"] and scan.meta["output_unknown"] == []
 
 
 class Beside(nn.Module):

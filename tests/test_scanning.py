@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import sinkwise as sw
+from sinkwise.observing import Observer
 from sinkwise.versions import versions
 from tests.planted import DIM, Planted, PlantedAttention, kinds, tokens
 
@@ -356,3 +357,24 @@ def test_what_else_lies_beside_a_scan_survives(found, other, tmp_path):
     (target / "report.html").write_text("mine")
     other.save(target)
     assert (target / "report.html").read_text() == "mine"
+
+
+def test_masks_of_a_batch_are_dropped_with_it(monkeypatch):
+    held = {"begin": [], "end": []}
+
+    def watch(name):
+        original = getattr(Observer, name)
+
+        def run(self, *given, **named):
+            result = original(self, *given, **named)
+            held[name].append(len(self._meter._seen))
+            return result
+
+        monkeypatch.setattr(Observer, name, run)
+
+    watch("begin")
+    watch("end")
+    model, x = model_and_batch()
+    sw.scan(model, [x[:2], x[2:]])
+    assert len(held["begin"]) == len(held["end"]) >= 2
+    assert set(held["begin"]) == {0} and min(held["end"]) > 0

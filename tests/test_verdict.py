@@ -226,3 +226,16 @@ def test_a_near_miss_is_said(first):
     assert "0.40" in line and "layer 1" in line
     for quiet in ((0.149, 0.0), (float("nan"),)):
         assert len(verdict(heads([[NONE]]), first=quiet).evidence) == 1
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ([1.0, 1.0, 0.25], "half of them on every input."),
+        ([0.75, 0.75, 1.0], "half of them on at least 75% of the inputs."),
+        ([0.999, 0.999, 0.999], "half of them on at least 99% of the inputs."),
+    ],
+)
+def test_how_often_half_of_the_sinks_are_there(shares, words):
+    found = verdict(heads([[NOP] * 3], sink_share=shares))
+    assert found.evidence[0].endswith(words)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from sinkwise import checking, flexing, kernels, masks, products, provenance, unseen
+from sinkwise import checking, dropped, flexing, kernels, masks, products, provenance, unseen
 from sinkwise.errors import CaptureError
 from sinkwise.hosts.blocks import Block, LayerIndex, clean, find_blocks
 from sinkwise.records import OPEN, AttentionMask, AttentionRecord, AttentionSite
+from sinkwise.sunk import Behind, Scaled
 
 OnRecord = Callable[[AttentionRecord], None]
 OnBlock = Callable[[Block, int, Tensor, Tensor, bool], None]
@@ -54,8 +55,9 @@ def capture(
     model's own output (1e-4 relative to its largest entry in float32, 2e-2 in half precision)
     raises CaptureError, and so does leaving the context when no attention was seen. A model set to
     flash-attn is refused at once: `set_attn_implementation("sdpa")` cures it. FlexAttention runs
-    uncompiled, and where its log-sum-exp is used outside of it (gpt-oss' sink logits), that raises.
-    Calls made in other threads are not seen.
+    uncompiled. Sink logits are one more column of the scores, or scale the output by
+    sigmoid(lse - sink); a module that has one, or hands one to a kernel that drops it (SDPA under
+    gpt-oss), raises. Calls made in other threads are not seen.
     The `Coverage` names, afterwards, the blocks that ran without any softmax attention.
     On leaving, also after an exception, the model has the hooks, parameters and outputs it had.
     """
@@ -76,6 +78,7 @@ def capture(
         stack.enter_context(mode.uncompiled)
         stack.enter_context(mode)
         yield coverage
+        mode.flush()
     coverage.records, coverage.silent = mode.records, mode.silent()
     if mode.records == 0 and mode.forwards == 0:
         raise CaptureError("the model was not called inside `with capture(...)`")
@@ -99,9 +102,10 @@ class _CaptureMode(TorchFunctionMode):
         super().__init__()
         self._on_record = on_record
         self._sites = sites
-        self._names = {id(module): clean(name) for name, module in model.named_modules()}
-        self._modules = {id(module): module for module in model.modules()}
-        self._weights = {_storage(parameter) for parameter in model.parameters()} - {0}
+        # Walked once: a scan opens a capture for each batch.
+        self._owners = {id(m): (clean(name), m) for name, m in model.named_modules()}
+        parameters = (p for _, m in self._owners.values() for p in m._parameters.values())
+        self._weights = {products.storage(p) for p in parameters if p is not None} - {0}
         self._index = LayerIndex(blocks)
         self._check = check
         self._checked: set[tuple[str, int]] = set()
@@ -109,7 +113,8 @@ class _CaptureMode(TorchFunctionMode):
         self._calls: dict[str, int] = {}
         self._runs: dict[str, int] = {}
         self._tags = provenance.Tags()
-        self._outside = flexing.Outside()
+        self._behind = Behind()
+        self._sinks: dict[str, dropped.Sink | None] = {}
         self._masks = masks.Reader()
         self.uncompiled = unseen.Uncompiled()
         self._inputs: list[tuple[Block, Tensor | None]] = []
@@ -121,19 +126,20 @@ class _CaptureMode(TorchFunctionMode):
 
     def start(self, module: nn.Module, args: tuple) -> None:
         """A new forward pass: calls are counted from 0 again."""
+        self.flush()
         self.forwards += 1
         self._calls.clear()
         self._runs.clear()
         self._inputs.clear()
         self._tags.clear()
-        self._outside.clear()
+        self._behind.clear()
         self._masks.clear()
 
     def enter_block(self, block: Block, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Remember a block's input, the residual stream."""
         if _in_backward():
             return
-        tensors = [t for t in (*args, *kwargs.values()) if _is_stream(t)]
+        tensors = [t for t in _flat((args, kwargs)) if _is_stream(t)]
         self._inputs.append((block, tensors[0] if tensors else None))
         self._ran[block.name] = block
 
@@ -143,6 +149,7 @@ class _CaptureMode(TorchFunctionMode):
         """Hand a block's input and output on, and forget them."""
         if _in_backward():
             return
+        self.flush()
         before = None
         while self._inputs:
             entered, before = self._inputs.pop()
@@ -156,10 +163,15 @@ class _CaptureMode(TorchFunctionMode):
             with torch.no_grad():
                 on_block(block, layer, before, after, normed)
 
+    def flush(self) -> None:
+        """Emit a call that waits for what becomes of its output."""
+        with torch._C.DisableTorchFunction():
+            self._behind.flush()
+
     def forget(self) -> None:
         """Let go of every tensor."""
         self._tags.clear()
-        self._outside.clear()
+        self._behind.clear()
         self._masks.clear()
         self._inputs.clear()
         self._normed = None
@@ -186,14 +198,14 @@ class _CaptureMode(TorchFunctionMode):
             return out
         if flexing.is_flex(func):
             out, lse, *more = func(*args, **kwargs)
-            self._outside.hold(lse)
-            self._emit(self._owner()[0], **flexing.fields(args, out, lse))
+            self._emit_flex(args, out, lse)
             return (out, lse, *more)
+        self._behind.before(name, args, kwargs)
         if name == "__setitem__":
             self._tags.doubt(args[0])
         product = products.product(name, args, kwargs)
         result = func(*args, **kwargs)
-        self._outside.follow(name, args, kwargs, result)
+        self._behind.after(name, args, kwargs, result)
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
         if product is not None:
@@ -204,6 +216,9 @@ class _CaptureMode(TorchFunctionMode):
         tag = provenance.follow(self._tags, name, args, kwargs, result)
         if tag is not None:
             self._tags[result] = tag
+        scores = provenance.summed(self._tags, name, args, kwargs)
+        if scores is not None:
+            self._behind.hold(result, scores)
         return result
 
     def _multiplied(self, product: products.Product, result: Tensor) -> None:
@@ -219,7 +234,7 @@ class _CaptureMode(TorchFunctionMode):
                     parts = product.right.mT, product.left.mT, parts[2].mT
                 self._emit_eager(tag, *parts)
                 return
-        if _storage(product.right) in self._weights:
+        if products.storage(product.right) in self._weights:
             return  # a linear map
         self._tags[result] = provenance.Scores(
             product.left,
@@ -235,12 +250,32 @@ class _CaptureMode(TorchFunctionMode):
         while frame is not None:
             if "self" in frame.f_code.co_varnames[:1]:
                 owner = frame.f_locals.get("self")
-                if id(owner) in self._names:
-                    return self._names[id(owner)], self._modules[id(owner)]
+                if id(owner) in self._owners:
+                    return self._owners[id(owner)]
             frame = frame.f_back
         return "", None
 
+    def _look(self, name: str, owner: nn.Module | None, heads: int) -> None:
+        """Look for a sink logit of a module that attends for the first time."""
+        if name not in self._sinks:
+            self._sinks[name] = dropped.find(owner, sys._getframe(1), heads)
+
+    def _emit_flex(self, args: tuple, out: Tensor, lse: Tensor) -> None:
+        """FlexAttention: what its log-sum-exp does to the output is a part of the call."""
+        self._behind.flush()
+        name, owner = self._owner()
+        self._look(name, owner, out.shape[1])
+        fields = flexing.fields(args, out, lse)
+
+        def emit(scaled: Scaled | None) -> None:
+            self._emit(name, **(fields if scaled is None else flexing.sunk(fields, scaled)))
+
+        call = object()
+        self._behind.hold(lse, call, factor=flexing.LSE_UNIT, strict=True)
+        self._behind.wait(call, out, emit)
+
     def _emit_sdpa(self, call: kernels.Call, out: Tensor, lse: Tensor | None) -> None:
+        self._behind.flush()
         name, owner = self._owner()
         four = kernels.four_dimensional
         mask = AttentionMask(causal=call.is_causal)
@@ -251,7 +286,7 @@ class _CaptureMode(TorchFunctionMode):
                 if given.dtype == torch.bool
                 else AttentionMask(additive=given)
             )
-        fields = {
+        fields: dict[str, Any] = {
             "q": four(call.query),
             "k": four(call.key),
             "v": four(call.value),
@@ -260,14 +295,15 @@ class _CaptureMode(TorchFunctionMode):
             "lse": None if lse is None else lse.reshape(four(call.query).shape[:3]),
         }
         fields = kernels.unpacked(fields, owner)
-        dropped = call.dropout_p > 0
-        self._emit(name, dropped, given=call.attn_mask, scale=call.scale, **fields)
+        self._look(name, owner, fields["q"].shape[1])
+        self._emit(name, call.dropout_p > 0, given=call.attn_mask, scale=call.scale, **fields)
 
     def _emit_eager(
         self, tag: provenance.Weights, weights: Tensor, value: Tensor, out: Tensor
     ) -> None:
+        self._behind.flush()
         scores = tag.scores
-        path, owner = self._owner()
+        name, owner = self._owner()
         shape = kernels.batch_and_heads(weights, tag.lead, owner)
         four = functools.partial(kernels.with_lead, lead=shape)
         q, k, v = four(scores.q), four(scores.k), four(value)
@@ -276,26 +312,36 @@ class _CaptureMode(TorchFunctionMode):
         bias = scores.bias
         if bias is not None:
             bias = kernels.bias_with_lead(bias, shape)
-        sink = scores.sink
-        if sink is not None:
-            sink = sink.expand(*tag.lead, weights.shape[-2]).reshape(*shape, -1)
-        self._emit(
-            path,
-            dropped=tag.dropped,
-            q=q,
-            k=k,
-            v=v,
-            out=four(out),
-            scale=scores.scale,
-            softcap=scores.softcap,
-            mask=OPEN if bias is None else AttentionMask(additive=bias),
-            sink_logit=sink,
-            weights=four(weights),
-            faithful=scores.faithful and tag.faithful,
-        )
+        self._look(name, owner, q.shape[1])
+
+        def emit(scaled: Scaled | None) -> None:
+            sink, share = scores.sink, None
+            if scaled is not None:
+                sink, share = (t.reshape(*tag.lead, -1) for t in (scaled.sink, scaled.share))
+            if sink is not None:
+                sink = sink.expand(*tag.lead, weights.shape[-2]).reshape(*shape, -1)
+            self._emit(
+                name,
+                tag.dropped,
+                q=q,
+                k=k,
+                v=v,
+                out=four(out if scaled is None else scaled.out),
+                scale=scores.scale,
+                softcap=scores.softcap,
+                mask=OPEN if bias is None else AttentionMask(additive=bias),
+                sink_logit=sink,
+                weights=four(weights if share is None else weights * share[..., None]),
+                faithful=scores.faithful and tag.faithful,
+            )
+
+        if self._behind.knows(scores):
+            self._behind.wait(scores, out, emit)
+        else:
+            emit(None)
 
     def _emit(
-        self, name: str, dropped: bool = False, given: Tensor | None = None, **fields: Any
+        self, name: str, drops: bool = False, given: Tensor | None = None, **fields: Any
     ) -> None:
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
@@ -308,10 +354,14 @@ class _CaptureMode(TorchFunctionMode):
         if self._inputs and self._inputs[-1][0] is block:
             residual = self._inputs[-1][1]
             queries, batch = fields["q"].shape[2], fields["q"].shape[0]
-            if residual is not None and residual.shape[:2] != (batch, queries):
+            # Hyper-connections carry several streams a token, windows lie on a grid.
+            if residual is not None and residual[..., 0].shape != (batch, queries):
                 residual = None
+        layer, sink = self._index.layer(name, call), self._sinks.get(name)
+        if sink is not None and fields.get("sink_logit") is None:
+            raise dropped.error(sink, name, layer)
         record = AttentionRecord(
-            layer=self._index.layer(name, call),
+            layer=layer,
             name=name,
             call=call,
             residual=residual,
@@ -320,18 +370,12 @@ class _CaptureMode(TorchFunctionMode):
         )
         self.records += 1
         record.faithful &= name not in self._doubtful
-        if self._check and not dropped and (name, call) not in self._checked:
+        if self._check and not drops and (name, call) not in self._checked:
             self._checked.add((name, call))
             checking.verify(record)
             if not record.faithful:
                 self._doubtful.add(name)
         self._on_record(record)
-
-
-def _storage(tensor: Tensor) -> int:
-    """The address of a tensor's memory, the same for all its views; 0 where it has none."""
-    dense = tensor.layout == torch.strided and not tensor.is_nested
-    return tensor.untyped_storage().data_ptr() if dense else 0
 
 
 def _in_backward() -> bool:

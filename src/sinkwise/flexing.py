@@ -1,7 +1,6 @@
 """FlexAttention: its mask and score functions as the fields of a record."""
 
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +9,10 @@ from torch import Tensor
 
 from sinkwise.errors import CaptureError
 from sinkwise.records import AttentionMask
+from sinkwise.sunk import Scaled
+
+LSE_UNIT = 1 / math.log(2.0)
+"""The operator's log-sum-exp is this times the natural one: it counts in powers of 2."""
 
 _PROBES = (0.0, 1.0, -3.75, 31.0)
 """Scores at which a score function is evaluated to learn what it does."""
@@ -22,59 +25,6 @@ class Modified(NamedTuple):
     additive: Tensor | None = None
     known: bool = True
     """False where it is no soft cap followed by an addition."""
-
-
-_CARRY = {
-    "to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach",
-    "view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "flatten", "unflatten",
-    "expand", "__getitem__", "__get__", "requires_grad_",
-}  # fmt: skip
-_SCALE = {"mul", "__mul__", "__rmul__", "div", "__truediv__"}
-_READ = {"mean", "std", "amin", "amax", "cpu"}
-"""What is done to a log-sum-exp in order to print it."""
-
-
-class Outside:
-    """Log-sum-exps that the operator returned. What a model then computes of one, such as
-    out * sigmoid(lse - sink), changes the attention behind the operator's back.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[int, weakref.ref] = {}
-
-    def hold(self, tensor: object) -> None:
-        """Watch a tensor."""
-        if isinstance(tensor, Tensor):
-            self._held[id(tensor)] = weakref.ref(tensor)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._held.clear()
-
-    def follow(self, name: str, args: tuple, kwargs: dict[str, Any], result: object) -> None:
-        """Follow copies; raise CaptureError where arithmetic uses what is watched."""
-        if not self._held or not any(self._holds(value) for value in _flat(args, kwargs)):
-            return
-        numbers = [value for value in args if isinstance(value, int | float)]
-        if name in _CARRY or (name in _SCALE and len(args) == 2 and len(numbers) == 1):
-            self.hold(result)
-        elif isinstance(result, Tensor) and result.is_floating_point() and name not in _READ:
-            raise CaptureError(
-                "the log-sum-exp of FlexAttention is used outside of it (sink logits are applied "
-                f"so, here by {name!r}), which a record cannot tell; call "
-                "model.set_attn_implementation('eager') first"
-            )
-
-    def _holds(self, value: object) -> bool:
-        held = self._held.get(id(value))
-        return held is not None and held() is value
-
-
-def _flat(args: tuple, kwargs: dict[str, Any]) -> list[object]:
-    values: list[object] = []
-    for value in (*args, *kwargs.values()):
-        values.extend(value if isinstance(value, tuple | list) else (value,))
-    return values
 
 
 def is_flex(func: object) -> bool:
@@ -92,12 +42,13 @@ def fields(args: tuple, out: Tensor, lse: Tensor) -> dict[str, Any]:
     the record is marked unfaithful. The operator's log-sum-exp is to base 2.
     """
     q, k, v, score_mod, block_mask, scale = args[:6]
-    k, v = (t.expand(q.shape[0], *t.shape[1:]) for t in (k, v))
+    if k.shape[0] != q.shape[0]:
+        k, v = (t.expand(q.shape[0], *t.shape[1:]) for t in (k, v))
     score_buffers, mask_buffers = args[7:9]
     score_mod = _bound(score_mod, score_buffers)
     allowed = _mask(block_mask, _bound(block_mask[-1], mask_buffers), q, k)
     found = {"q": q, "k": k, "v": v, "out": out, "scale": float(scale)}
-    found["lse"] = lse * math.log(2.0) if lse.shape == q.shape[:3] else None
+    found["lse"] = lse / LSE_UNIT if lse.shape == q.shape[:3] else None
     if _is_default(score_mod):
         modified = Modified()
     else:
@@ -108,6 +59,18 @@ def fields(args: tuple, out: Tensor, lse: Tensor) -> dict[str, Any]:
         found["weights"] = _weights(score_mod, q, k, float(scale), allowed)
         found["faithful"] = False
     return found
+
+
+def sunk(found: dict[str, Any], scaled: Scaled) -> dict[str, Any]:
+    """The fields of a call whose output was scaled by the share that a sink logit leaves."""
+    rows = found["out"].shape[:3]
+    sink = scaled.sink.reshape(rows).to(torch.float32)
+    more: dict[str, Any] = {"out": scaled.out, "sink_logit": sink}
+    if found["lse"] is not None:
+        more["lse"] = torch.logaddexp(found["lse"], sink)
+    if "weights" in found:
+        more["weights"] = found["weights"] * scaled.share.reshape(*rows, 1)
+    return {**found, **more}
 
 
 def _is_default(function: Callable) -> bool:

@@ -1,12 +1,18 @@
 """Which weights belong to a head, measured: the Jacobian of what was captured."""
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
+from torch.overrides import TorchFunctionMode
 
 from sinkwise.capturing import capture
+from sinkwise.flexing import is_flex
 from sinkwise.hosts.blocks import clean
 from sinkwise.hosts.inputs import call as run
 from sinkwise.records import AttentionRecord, AttentionSite
@@ -77,7 +83,7 @@ def measured_sites(model: nn.Module, names: list[str], batch: Any) -> dict[str, 
                     module.register_forward_pre_hook(enter(clean(name)), with_kwargs=True)
                 )
                 handles.append(module.register_forward_hook(leave(clean(name)), with_kwargs=True))
-        with torch.enable_grad(), capture(model, record, check=False):
+        with torch.enable_grad(), _Cut(), capture(model, record, check=False):
             run(model, batch)
         return {
             name: AttentionSite(
@@ -95,6 +101,37 @@ def measured_sites(model: nn.Module, names: list[str], batch: Any) -> dict[str, 
             handle.remove()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(training[name])
+
+
+class _Cut(TorchFunctionMode):
+    """Cuts gradients at FlexAttention, which has none on a CPU: from the module's input to q, k and
+    v, and from the heads to the module's output, they are all that is asked for.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func == _WANTS_GRADIENTS and _asked_by(flex_attention.__name__):
+            return False  # its wrapper would refuse
+        if not is_flex(func):
+            return func(*args, **(kwargs or {}))
+        with torch.no_grad():
+            detached = (t.detach() if isinstance(t, Tensor) else t for t in args)
+            out, *more = func(*detached, **(kwargs or {}))
+        return (out.requires_grad_(), *more)
+
+
+_WANTS_GRADIENTS = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+def _asked_by(module: str) -> bool:
+    """Whether a function of that module called a torch function, through modes and wrappers."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(8):
+        if frame is None or frame.f_globals.get("__name__") == module:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == module
 
 
 def _is_input(value: object) -> bool:
@@ -121,7 +158,7 @@ def _rows(captured: Tensor | None, x: Tensor) -> Tensor | None:
 
 def _output(out: Tensor | None, y: Tensor | None) -> Tensor | None:
     """[head, out_dim, value_dim] where y_t - y_0 = sum_h O_h (out_t - out_0), else None."""
-    if out is None or y is None or out.grad_fn is None or y.grad_fn is None or y.dim() != 3:
+    if out is None or y is None or not out.requires_grad or y.grad_fn is None or y.dim() != 3:
         return None
     if out.dim() != 4 or y.shape[:2] != (out.shape[0], out.shape[2]) or y.shape[1] < 2:
         return None

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -77,3 +78,9 @@ def _einsum(args: tuple) -> Product | None:
         axes=(first, second),
         order=tuple(result.index(c) for c in [*batch, *rows, *cols]),
     )
+
+
+def storage(tensor: Tensor) -> int:
+    """The address of a tensor's memory, the same for all its views; 0 where it has none."""
+    dense = tensor.layout == torch.strided and not tensor.is_nested
+    return tensor.untyped_storage().data_ptr() if dense else 0

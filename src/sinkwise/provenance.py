@@ -133,6 +133,16 @@ def follow(
     return _scores(tag, name, args, kwargs, source, other, result)
 
 
+def summed(tags: Tags, name: str, args: tuple, kwargs: dict[str, Any]) -> Scores | None:
+    """The scores whose log-sum-exp over their keys was just taken, if that is what `name` did."""
+    if name != "logsumexp":
+        return None
+    source, dim = [*args, *kwargs.values()][:2]
+    tag = tags[source]
+    last = dim in (-1, source.dim() - 1, (-1,), [-1])
+    return tag if isinstance(tag, Scores) and tag.order is None and last else None
+
+
 def _weights(
     tag: Weights, name: str, args: tuple, kwargs: dict[str, Any], source: Tensor, result: Tensor
 ) -> Weights | None:

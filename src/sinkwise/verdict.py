@@ -1,5 +1,6 @@
 """The verdict on a model: which mechanisms dominate where, and what answers them."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -152,9 +153,10 @@ def _summary(sinks: pl.DataFrame, total: int) -> str:
     counts = {name: int((sinks["verdict"] == name).sum()) for name in _VERDICTS}
     parts = ", ".join(f"{n} {_WORDS.get(name, name)}" for name, n in counts.items() if n)
     inputs = float(sinks.select(pl.col("sink_share").median()).item())
+    often = "every input" if inputs == 1 else f"at least {math.floor(100 * inputs)}% of the inputs"
     return (
         f"{len(sinks)} of {total} heads ({len(sinks) / total:.0%}) have a sink: {parts}; "
-        f"half of them on at least {inputs:.0%} of the inputs."
+        f"half of them on {often}."
     )
 
 

@@ -35,6 +35,8 @@ def test_blocks_are_numbered_as_the_records_are(case: Case) -> None:
         ("timm-swin-sdpa", "layers.0.blocks.0", 4),
         ("timm-cait-sdpa", "blocks.0", 4),
         ("open_clip", "visual.transformer.resblocks.0", 4),
+        ("dinov2-hub-chunks", "blocks.0.0", 4),
+        ("dinov3-hub", "blocks.0", 2),
         ("nn-transformer", "encoder.layers.0", 4),
         ("bert-sdpa", "encoder.layer.0", 2),
     ],

@@ -10,13 +10,13 @@ from sinkwise.hosts.blocks import find_blocks
 from sinkwise.hosts.layouts import token_layout
 from sinkwise.layout import KINDS
 
-from ..models import CASES, Case, build, run
+from ..models import CASES, Case, build, run, tensors
 
 PICTURES = [case for case in CASES if case.prefix is not None]
 pictures = pytest.mark.parametrize("case", PICTURES, ids=lambda case: case.name)
 
 CLASS = ("cls_token", "class_embedding", "dist_token", "distillation_token")
-REGISTER = ("reg_token", "register_tokens")
+REGISTER = ("reg_token", "register_tokens", "storage_tokens")
 
 
 def first_input(model: nn.Module, inputs: Any) -> Tensor:
@@ -24,7 +24,7 @@ def first_input(model: nn.Module, inputs: Any) -> Tensor:
     seen: list[Tensor] = []
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        seen.append(next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)))
+        seen.append(tensors([*args, *kwargs.values()])[0])
 
     hook = find_blocks(model)[0].module.register_forward_pre_hook(enter, with_kwargs=True)
     with torch.no_grad():

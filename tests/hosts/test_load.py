@@ -113,7 +113,7 @@ def test_a_source_leaves_no_trace_and_keeps_nothing_alive():
 
 @pytest.mark.parametrize("spec", ["bert-base", "nope:x", "hf:", "/no/such/folder", "a\0b"])
 def test_an_unknown_spec_lists_the_known_ones(spec):
-    with pytest.raises(InputError, match="hf:NAME, timm:NAME, pypi:NAME"):
+    with pytest.raises(InputError, match="hf:NAME, timm:NAME, open_clip:NAME, hub:NAME, pypi:NAME"):
         load(spec)
 
 

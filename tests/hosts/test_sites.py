@@ -126,6 +126,22 @@ def test_heads_add_up_to_the_output(case: Case) -> None:
         assert fits and min(fits) <= 2e-5 * max(1.0, float(update.abs().max())), record.name
 
 
+def test_no_projection_is_named_where_the_heads_are_changed_before_it() -> None:
+    """DiffLlama subtracts maps and norms, BitNet norms: W_O alone is not the heads' update."""
+    for name in ("diffllama-eager", "bitnet-eager"):
+        model, inputs = build(name)
+        calls = records(model, inputs, sites=attention_sites(model))
+        for record in calls:
+            assert record.site is not None and record.site.o is None
+            assert record.site.q is not None and record.site.input_gain is not None
+        truth = measured_sites(model, [calls[0].name], inputs)[calls[0].name]
+        assert truth.o is None
+        assert (calls[0].site.v is None) == (name == "diffllama-eager")
+    assert {"o_proj", "groupnorm"} <= dict(
+        build("diffllama-eager")[0].layers[0].self_attn.named_modules()
+    ).keys()
+
+
 def _gain_of(module: nn.Module) -> Tensor | None:
     """The gain that a norm applies, from its class: Gemma's norms store it less one."""
     weight = getattr(module, "weight", None)
@@ -196,6 +212,8 @@ SCALES = {
     "timm-cait-sdpa": "blocks.0.gamma_1",
     "dinov2-sdpa": "layer.0.layer_scale1.lambda1",
     "dinov3-sdpa": "model.layer.0.layer_scale1.lambda1",
+    "dinov2-hub-sdpa": "blocks.0.ls1.gamma",
+    "dinov3-hub": "blocks.0.ls1.gamma",
     "open_clip-layer-scale": "visual.transformer.resblocks.0.ls_1.gamma",
 }
 

@@ -4,13 +4,13 @@
 inputs being a tuple of positional arguments or a dict of keyword arguments.
 """
 
-from . import hf_models, nn_models, timm_models
+from . import hf_models, nn_models, sink_models, timm_models
 from .case import CASES, EXTRA, GRID, Case, ids, padded, pixels, run, tensors
 from .timm_models import NO_ATTENTION
 
 __all__ = [
     "CASES", "EXTRA", "GRID", "NO_ATTENTION", "Case", "build", "hf_models", "ids", "nn_models",
-    "padded", "pixels", "run", "tensors", "timm_models",
+    "padded", "pixels", "run", "sink_models", "tensors", "timm_models",
 ]  # fmt: skip
 
 

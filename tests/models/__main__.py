@@ -27,7 +27,8 @@ from .nn_models import STATE_SPACE
 
 LIBRARIES = {
     "torch": "torch.nn", "timm": "timm", "transformers": "transformers", "open_clip": "open_clip",
-    "tests": "facebookresearch/dinov2 (its layout)",
+    "dinov2": "facebookresearch/dinov2 (its layout)",
+    "dinov3": "facebookresearch/dinov3 (its layout)",
 }  # fmt: skip
 
 HEAD = """# Architectures

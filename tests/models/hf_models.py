@@ -163,11 +163,14 @@ _hf("bamba", "BambaModel", {**_DECODER, "attn_layer_indices": [1], "mamba_n_head
     "mamba_d_head": 12, "mamba_d_state": 4}, (1,), silent=1, **_GROUPED)  # fmt: skip
 _hf("lfm2", "Lfm2Model", {**_DECODER, "num_hidden_layers": 3,
     "layer_types": ["conv", "full_attention", "conv"]}, (1,), linear="vo", silent=2,
-    extra=True, **_GROUPED)  # fmt: skip
+    **_GROUPED)  # fmt: skip
 _hf("recurrent-gemma", "RecurrentGemmaModel", {**_DECODER, "num_hidden_layers": 3,
     "lru_width": 48, "attention_window_size": 5,
     "block_types": ["recurrent", "recurrent", "attention"]}, (2,), silent=2,
-    extra=True, **_GROUPED)  # fmt: skip
+    **_GROUPED)  # fmt: skip
 _hf("minimax", "MiniMaxModel", {**_DECODER, **_MOE, "block_size": 8,
     "layer_types": ["linear_attention", "full_attention"]}, (1,), silent=1,
     extra=True, **_GROUPED)  # fmt: skip
+_hf("diffllama", "DiffLlamaModel", {**_DECODER, "num_key_value_heads": 2}, (0, 0, 1, 1),
+    causal=True, grouped=3, linear="qk")  # fmt: skip
+_hf("bitnet", "BitNetModel", _DECODER, linear="qkv", **_GROUPED)

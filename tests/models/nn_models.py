@@ -1,14 +1,15 @@
-"""torch.nn's own attention with all its flags, and open_clip, which builds on it."""
+"""torch.nn's own attention with all its flags, open_clip, which builds on it, and hub code."""
 # ruff: noqa: C408
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .case import BATCH, GRID, PATCH, TOKENS, VOCABULARY, add, ids, pixels
+from .case import BATCH, PATCH, TOKENS, VOCABULARY, add, ids, pixels
 
 
 def _open_clip(**custom: Any) -> tuple[nn.Module, Any]:
@@ -106,71 +107,19 @@ add("nn-decoder", _torch_decoder, (0, 0, 1, 1), causal=(True, False) * 2, fast_p
 add("nn-transformer", _torch_transformer, (0, 1, 2, 2, 3, 3), fast_path=True)
 
 
-class _HubAttention(nn.Module):
-    """The attention of DINOv2's own repository: one projection, scaled queries."""
-
-    def __init__(self, dim: int, num_heads: int, fused: bool) -> None:
-        super().__init__()
-        self.num_heads, self.fused, self.scale = num_heads, fused, (dim // num_heads) ** -0.5
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv[0], qkv[1], qkv[2]
-        if self.fused:
-            out = nn.functional.scaled_dot_product_attention(q, k, v)
-        else:
-            out = ((q * self.scale) @ k.transpose(-2, -1)).softmax(dim=-1) @ v
-        return self.proj(out.transpose(1, 2).flatten(2))
+HUB = Path(__file__).parent / "hub"
+"""A hub repository: local stand-ins for DINOv2's and DINOv3's own code."""
 
 
-class _HubScale(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((dim,), 0.3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
+def _hub(name: str, **given: Any) -> Callable[[], tuple[nn.Module, Any]]:
+    return lambda: (torch.hub.load(str(HUB), name, source="local", **given), (pixels(),))
 
 
-class _HubBlock(nn.Module):
-    def __init__(self, dim: int, num_heads: int, fused: bool) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attn, self.ls1 = _HubAttention(dim, num_heads, fused), _HubScale(dim)
-        self.mlp, self.ls2 = nn.Sequential(nn.Linear(dim, 53), nn.Linear(53, dim)), _HubScale(dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.ls1(self.attn(self.norm1(x)))
-        return x + self.ls2(self.mlp(self.norm2(x)))
-
-
-class _HubViT(nn.Module):
-    """Modules and parameters by the names that DINOv2's own repository gives them."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.patch_embed = nn.Module()
-        self.patch_embed.proj = nn.Conv2d(3, 40, PATCH, PATCH)
-        self.cls_token = nn.Parameter(torch.randn(1, 1, 40))
-        self.register_tokens = nn.Parameter(torch.randn(1, 4, 40))
-        self.pos_embed = nn.Parameter(torch.randn(1, 1 + GRID[0] * GRID[1], 40))
-        self.blocks = nn.ModuleList([_HubBlock(40, 5, fused) for _ in range(2)])
-        self.norm = nn.LayerNorm(40)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.patch_embed.proj(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat([self.cls_token.expand(len(x), -1, -1), tokens], dim=1) + self.pos_embed
-        registers = self.register_tokens.expand(len(x), -1, -1)
-        tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], dim=1)
-        for block in self.blocks:
-            tokens = block(tokens)
-        return self.norm(tokens)
-
-
-for _fused in (True, False):
-    add(f"dinov2-hub-{'sdpa' if _fused else 'eager'}",
-        lambda fused=_fused: (_HubViT(fused), (pixels(),)), (0, 1), extra=True)  # fmt: skip
+_DINO_2, _DINO_3 = ("cls", *["register"] * 4), ("cls", "register", "register")
+add("dinov2-hub-sdpa", _hub("dinov2_tiny"), (0, 1), prefix=_DINO_2)
+add("dinov2-hub-eager", _hub("dinov2_tiny", fused=False), (0, 1), prefix=_DINO_2)
+add("dinov2-hub-chunks", _hub("dinov2_tiny", chunks=2, registers=0), (0, 1, 2, 3), prefix=("cls",))
+add("dinov3-hub", _hub("dinov3_tiny"), (0, 1), prefix=_DINO_3)
 
 
 def _state_space(cls: str, **sizes: Any) -> Callable:

@@ -21,7 +21,9 @@ DEFAULT_LENGTH = 1024
 def diagnose(
     model: Annotated[
         str,
-        typer.Argument(help="hf:NAME, timm:NAME, pypi:NAME or a local folder."),
+        typer.Argument(
+            help="hf:NAME, timm:NAME, open_clip:ARCH/TAG, pypi:NAME, hub:REPO/NAME, or a folder."
+        ),
     ],
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text file to read.")] = None,
     images: Annotated[Path | None, typer.Option(help="A folder of pictures to look at.")] = None,

@@ -40,7 +40,7 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequentia
     """Lists whose elements hold attention: path, list, whether all elements are of one class."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
-            children = list(module)
+            children = _real(module)
             if not any(holds_attention(child) for child in children):
                 continue
             yield name, module, len({type(child) for child in children}) == 1
@@ -67,10 +67,17 @@ def find_blocks(model: nn.Module) -> list[Block]:
     chosen.sort(key=lambda item: order[item[0]])
     blocks: list[Block] = []
     for name, module in chosen:
+        siblings = len(_real(module))
         for index, child in enumerate(module):
-            path = clean(f"{name}.{index}" if name else str(index))
-            blocks.append(Block(path, child, len(blocks), len(module)))
+            if not isinstance(child, nn.Identity):
+                path = clean(f"{name}.{index}" if name else str(index))
+                blocks.append(Block(path, child, len(blocks), siblings))
     return blocks
+
+
+def _real(layers: nn.ModuleList | nn.Sequential) -> list[nn.Module]:
+    """The layers but for placeholders, which DINOv2's chunks of blocks begin with."""
+    return [child for child in layers if not isinstance(child, nn.Identity)]
 
 
 def _related(one: str, other: str) -> bool:

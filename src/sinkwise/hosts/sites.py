@@ -22,7 +22,7 @@ _HEAD_DIM = ("head_dim", "attention_head_size", "head_size")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _NORM = (
     "norm1", "layernorm_before", "input_layernorm", "ln_1", "layer_norm1", "attn_norm", "ln_attn",
-    "norm_1", "layer_norm", "self_attn_layer_norm",
+    "norm_1", "layer_norm", "self_attn_layer_norm", "temporal_pre_norm", "operator_norm",
 )  # fmt: skip
 _POST_NORM = re.compile(r"Swin(Transformer)?V2|ResPost|PostNorm", re.IGNORECASE)
 """Blocks whose first norm, whatever its name, follows the attention."""
@@ -30,8 +30,15 @@ _CROSS = re.compile(r"cross|encoder_attn|multihead_attn|encdec", re.IGNORECASE)
 _LAYER_SCALE = (
     "ls1.gamma", "ls_1.gamma", "layer_scale1.lambda1", "gamma_1", "lambda_1", "gamma1",
 )  # fmt: skip
+_BETWEEN = (
+    "groupnorm", "attn_sub_norm", "inner_attn_ln", "o_norm", "post_attention_layernorm",
+    "exclusive_self_attention",
+)  # fmt: skip
+"""What an attention module may do to its heads before their projection, which then is not all."""
 _INTERLEAVED = ("GPTNeoXAttention", "GPTNeoXJapaneseAttention", "BloomAttention")
 """Classes whose fused rows are [head, (q k v), head_dim], not [(q k v), head, head_dim]."""
+_QKV = ("timm", "dinov2", "dinov3")
+"""Packages whose fused rows are [(q k v), head, head_dim], whatever a class is called."""
 
 Weights = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
@@ -40,9 +47,10 @@ def attention_sites(model: nn.Module) -> dict[str, AttentionSite]:
     """The sites of a model by the path of the module whose forward attends, views of its weights.
 
     Layouts known here: separate q/k/v linears (transformers' decoders and encoders, with grouped
-    heads, with an output gate), timm's fused `qkv`, ModernBERT's and MPT's `Wqkv`, Phi-3's grouped
-    `qkv_proj`, GPT-2's transposed `c_attn`, GPT-NeoX' and BLOOM's interleaved `query_key_value`,
-    Falcon's three of that name, `nn.MultiheadAttention` and open_clip's. Others have no entry.
+    heads, with an output gate), the fused `qkv` of timm, DINOv2 and DINOv3, ModernBERT's and MPT's
+    `Wqkv`, Phi-3's grouped `qkv_proj`, GPT-2's transposed `c_attn`, GPT-NeoX' and BLOOM's
+    interleaved `query_key_value`, Falcon's three of that name, `nn.MultiheadAttention` and
+    open_clip's. Others have no entry.
     """
     sites: dict[str, AttentionSite] = {}
     modules = {clean(name): module for name, module in model.named_modules()}
@@ -53,11 +61,13 @@ def attention_sites(model: nn.Module) -> dict[str, AttentionSite]:
                 q, k, v, o = weights
                 # Keys of another width than the queries' come from another sequence.
                 own = q.shape[2] == k.shape[2] == v.shape[2]
+                # Differential attention: two maps, each over half of the values.
+                split = getattr(module, "lambda_q1", None) is not None
                 sites[name] = AttentionSite(
                     name=name,
                     q=q,
                     k=k if own else None,
-                    v=v if own else None,
+                    v=v if own and not split else None,
                     o=o,
                     layer_scale=_near(modules, name, _layer_scale),
                     input_gain=None if _is_cross(name) else _near(modules, name, _input_gain),
@@ -151,6 +161,8 @@ def _separate(module: nn.Module, parent: nn.Module | None) -> Weights | None:
         outputs = [getattr(module, name, None) for name in _OUTPUT]
         outputs += [_attribute(parent, "output.dense"), getattr(module, "proj", None)]
         o = next((w for w in map(_matrix, outputs) if w is not None), None)
+        if any(getattr(module, name, None) is not None for name in _BETWEEN):
+            o = None
         values = _heads(v, v.shape[0] // kv_heads)
         if o is not None and o.shape[1] != heads * values.shape[1]:
             return None  # the query projection carries something else too
@@ -171,10 +183,10 @@ def _fused(module: nn.Module, name: str, output: str, order: str) -> Weights | N
     return q, k, v, _output(out, heads)
 
 
-def _timm(module: nn.Module, _: nn.Module | None) -> Weights | None:
-    """timm's `qkv`; XCiT's attends over channels and has no such heads."""
+def _qkv(module: nn.Module, _: nn.Module | None) -> Weights | None:
+    """The `qkv` of timm and of DINO's own code; XCiT's attends over channels and has no heads."""
     kind = type(module)
-    if not kind.__module__.startswith("timm.") or kind.__name__ == "XCA":
+    if kind.__module__.partition(".")[0] not in _QKV or kind.__name__ == "XCA":
         return None
     if getattr(module, "gate", None) is not None:
         return None
@@ -234,7 +246,7 @@ def _falcon(module: nn.Module, _: nn.Module | None) -> Weights | None:
     return rows[:, :-2].flatten(0, 1), rows[:, -2], rows[:, -1], _output(out, heads)
 
 
-_LAYOUTS = (_multihead, _separate, _timm, _wqkv, _conv1d, _interleaved, _phi, _falcon)
+_LAYOUTS = (_multihead, _separate, _qkv, _wqkv, _conv1d, _interleaved, _phi, _falcon)
 
 
 def _near(

@@ -6,6 +6,11 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from sinkwise.errors import InputError
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
 
 @dataclass(frozen=True)
 class ImagePreprocessing:
@@ -45,3 +50,9 @@ def register(model: nn.Module, source: Source) -> None:
 def source_of(model: nn.Module) -> Source | None:
     """Where `model` came from, or None if it was not loaded by sinkwise."""
     return _SOURCES.get(model)
+
+
+def unusable(spec: str, error: Exception, hint: str) -> InputError:
+    """What to say when foreign code failed to load `spec`: its first line, and what would do."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return InputError(f"model {spec!r} cannot be loaded: {lines[0].strip()} ({hint})")

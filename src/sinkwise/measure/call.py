@@ -90,13 +90,10 @@ class CallMeter:
         batch, head, key = possible.nonzero(as_tuple=True)
         weights = self._columns(record, lse, batch, head, key)
         if screened is not None:
-            seen_by = count.count[0, 0].to(mass.dtype)
-            received = torch.full_like(mass, torch.nan)
-            received[batch, head, key] = weights.sum(dim=-1) / seen_by[key]
+            received = self._confirmed(record, count, (batch, head, key), weights)
             exact = rule.candidates(received, count.count, count.uniform, queries)
             sure = exact[batch, head, key]
             batch, head, key, weights = batch[sure], head[sure], key[sure], weights[sure]
-            received[:, :, 0] = self._first(record) / seen_by[0]
         judged = visible_column(record.mask, batch, head, key, record.q.shape[2])
         if counted is not None:
             judged &= counted[batch]
@@ -143,6 +140,23 @@ class CallMeter:
                 )
         self.calls["exact" if found is None else "screened"] += 1
         return found
+
+    def _confirmed(
+        self,
+        record: AttentionRecord,
+        count: Seen,
+        place: tuple[Tensor, Tensor, Tensor],
+        weights: Float[Tensor, "event query"],
+    ) -> Float[Tensor, "batch head key"]:
+        """Received attention of a screening's candidates and of the first key, from their own
+        columns; NaN for every other key.
+        """
+        seen_by = count.count[0, 0].to(weights.dtype)
+        shape = (*record.q.shape[:2], record.k.shape[2])
+        received = weights.new_full(shape, torch.nan)
+        received[place] = weights.sum(dim=-1) / seen_by[place[2]]
+        received[:, :, 0] = self._first(record) / seen_by[0]
+        return received
 
     def _first(self, record: AttentionRecord) -> Float[Tensor, "batch head"]:
         """Attention to the first key, summed over all queries."""
