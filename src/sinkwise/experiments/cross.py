@@ -24,8 +24,9 @@ CROSS = (
 )
 """Mechanism, form and mitigation of the cross-experiments."""
 
-THRESHOLDS = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 10.0)
-"""Thresholds of the sweep at gamma 0; at 10 every query is a NOP query, and nothing is damped."""
+THRESHOLDS = (-1.5, -1.0, -0.7, -0.3, 0.0, 0.3, 0.5, 0.7, 10.0)
+"""Thresholds of the sweep at gamma 0; at 10 every query is a NOP query, and nothing is damped. From
+1 on so few tokens are active that no sink has grown after 3,000 steps."""
 
 GAMMAS = (0.1, 0.5, 1.0)
 """What is left of an active token, at threshold 0; at 1 nothing is damped."""

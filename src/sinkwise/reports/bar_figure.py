@@ -21,7 +21,7 @@ def bar_figure(
         alt.Chart(alt.Data(values=rows), title=alt.Title(title, subtitle=subtitle))
         .mark_bar(color="#3b6fb6", height=16)
         .encode(
-            x=alt.X("value:Q", title=x, axis=alt.Axis(grid=False)),
+            x=alt.X("value:Q", title=x, axis=alt.Axis(grid=False, tickCount=5)),
             y=alt.Y("name:N", title=None, sort=names, axis=alt.Axis(labelLimit=260)),
         )
     )
