@@ -101,7 +101,7 @@ def test_edits_change_the_sinks_value_and_nothing_else():
 
 def test_the_sweep():
     found = sweep_experiments()
-    assert len(found) == 12 and len({one.mitigation for one in found}) == 12
+    assert len(found) == 13 and len({one.mitigation for one in found}) == 13
     by = {one.mitigation: one for one in found}
     assert by["threshold 10, gamma 0"].right(["none"], [1.0])
     assert by["threshold 0, gamma 1"].expected.startswith("no sink")

@@ -93,7 +93,7 @@ def cross(seeds: Seeds = 5, out: Out = None, as_json: AsJson = False) -> None:
 def sweep(seeds: Seeds = 1, out: Out = None, as_json: AsJson = False) -> None:
     """The authors' sweep: the sink's attention against the share of NOP queries, and gamma.
 
-    Twelve runs a seed, about five minutes on one quiet core.
+    Thirteen runs a seed, about five minutes on one quiet core.
     """
     with mistakes():
         from sinkwise.experiments.cross import sweep_experiments

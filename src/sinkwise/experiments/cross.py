@@ -24,9 +24,11 @@ CROSS = (
 )
 """Mechanism, form and mitigation of the cross-experiments."""
 
-THRESHOLDS = (-1.5, -1.0, -0.7, -0.3, 0.0, 0.3, 0.5, 0.7, 10.0)
-"""Thresholds of the sweep at gamma 0; at 10 every query is a NOP query, and nothing is damped. From
-1 on so few tokens are active that no sink has grown after 3,000 steps."""
+THRESHOLDS = (-1.5, -1.0, -0.7, -0.3, 0.0, 0.3, 0.5, 0.7, 1.0, 10.0)
+"""Thresholds of the sweep at gamma 0; at 10 every query is a NOP query, and nothing is damped."""
+
+RARE_STEPS = 3000
+"""Training steps at threshold 1, where few tokens are active: at 1,000 there is no sink yet."""
 
 GAMMAS = (0.1, 0.5, 1.0)
 """What is left of an active token, at threshold 0; at 1 nothing is damped."""
@@ -41,7 +43,12 @@ def sweep_experiments() -> list[Experiment]:
     """The authors' sweep form over thresholds, then over gammas."""
     base = experiment("nop", "sweep")
     assert isinstance(base.task, SweepDamping)
-    tasks = [replace(base.task, threshold=threshold) for threshold in THRESHOLDS]
+    tasks = [
+        replace(base.task, threshold=threshold, steps=RARE_STEPS)
+        if threshold == 1
+        else replace(base.task, threshold=threshold)
+        for threshold in THRESHOLDS
+    ]
     tasks += [replace(base.task, gamma=gamma) for gamma in GAMMAS]
     found = []
     for task in tasks:
