@@ -104,7 +104,8 @@ def test_the_sweep():
     assert len(found) == 13 and len({one.mitigation for one in found}) == 13
     by = {one.mitigation: one for one in found}
     assert by["threshold 10, gamma 0"].right(["none"], [1.0])
-    assert by["threshold 0, gamma 1"].expected.startswith("no sink")
+    assert by["threshold 0, gamma 1"].expected == "no sink"
+    assert not by["threshold -1, gamma 0"].right(["nop"], [1.0])
     assert by["threshold 0, gamma 0"].right(["nop"], [1.0])
     assert not by["threshold 0, gamma 0"].right(["none"], [1.0])
 

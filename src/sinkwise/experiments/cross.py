@@ -1,5 +1,6 @@
 """The experiments that are read together: mechanisms against mitigations, and the sweep."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from sinkwise.synthetic.damping import SweepDamping
@@ -27,8 +28,9 @@ CROSS = (
 THRESHOLDS = (-1.5, -1.0, -0.7, -0.3, 0.0, 0.3, 0.5, 0.7, 1.0, 10.0)
 """Thresholds of the sweep at gamma 0; at 10 every query is a NOP query, and nothing is damped."""
 
-RARE_STEPS = 3000
-"""Training steps at threshold 1, where few tokens are active: at 1,000 there is no sink yet."""
+RARE = 0.3, 3000
+"""From this threshold on fewer tokens are active, and training takes so many steps: in 1,000 the
+sink does not always grow."""
 
 GAMMAS = (0.1, 0.5, 1.0)
 """What is left of an active token, at threshold 0; at 1 nothing is damped."""
@@ -44,26 +46,29 @@ def sweep_experiments() -> list[Experiment]:
     base = experiment("nop", "sweep")
     assert isinstance(base.task, SweepDamping)
     tasks = [
-        replace(base.task, threshold=threshold, steps=RARE_STEPS)
-        if threshold == 1
+        replace(base.task, threshold=threshold, steps=RARE[1])
+        if RARE[0] <= threshold < 10
         else replace(base.task, threshold=threshold)
         for threshold in THRESHOLDS
     ]
     tasks += [replace(base.task, gamma=gamma) for gamma in GAMMAS]
-    found = []
-    for task in tasks:
-        idle = task.nop_share > 1 - 1e-6 or task.gamma == 1
-        # The mean rule asks for a share of 0.3 of all queries.
-        sink = not idle and task.nop_share > 0.35
-        found.append(
-            replace(
-                base,
-                mitigation=f"threshold {task.threshold:g}, gamma {task.gamma:g}",
-                task=task,
-                expected="a sink" if sink else "no sink by a rule that asks for 0.3",
-                right=(lambda verdicts, shares: verdicts != ["none"])
-                if sink
-                else (lambda verdicts, shares: verdicts == ["none"]),
-            )
+    return [
+        replace(
+            base,
+            mitigation=f"threshold {task.threshold:g}, gamma {task.gamma:g}",
+            task=task,
+            expected=expected,
+            right=right,
         )
-    return found
+        for task in tasks
+        for expected, right in [_expectation(task)]
+    ]
+
+
+def _expectation(task: SweepDamping) -> tuple[str, Callable[[list[str], list[float]], bool]]:
+    """The rule asks for 0.3 of all queries, a sample at a time."""
+    if task.nop_share > 1 - 1e-6 or task.gamma == 1 or task.nop_share < 0.2:
+        return "no sink", lambda verdicts, shares: verdicts == ["none"]
+    if task.nop_share < 0.35:
+        return "a sink in some samples", lambda verdicts, shares: True
+    return "a sink", lambda verdicts, shares: verdicts != ["none"]
