@@ -32,6 +32,8 @@ _EXPORTS = {
     "Screen": "attention.screen",
     "Steps": "ragged",
     "check_model": "conformance",
+    "Retention": "retention",
+    "SinkCache": "streaming.cache",
     "Verdict": "verdict",
     "SinkwiseError": "errors",
     "InputError": "errors",

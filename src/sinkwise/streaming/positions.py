@@ -1,0 +1,165 @@
+"""How a decoder tells positions: by turning its keys, by a bias, or by learned vectors.
+
+Which coordinates turn how fast is not taken from a table of families: one token is fed at two
+positions, and the frequencies of the model's own rotary module that explain the difference of its
+keys, in one of the two known pairings, are the layer's. A key that none explains is refused.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkwise.attention.rotary import Rotary
+from sinkwise.errors import InputError
+from sinkwise.hosts.inputs import position_limit
+from sinkwise.streaming.bias import Bias, bias_of
+from sinkwise.streaming.decoder import Decoder
+
+_PROBES = (1, 61)
+"""Positions to which the probing token moves: one for the fast pairs, one for the slow."""
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """What a model's positions are made of."""
+
+    rotary: tuple[Rotary | None, ...]
+    """Of each layer; None where keys do not turn."""
+    bias: Bias | None = None
+    """ALiBi, where the model has it."""
+    learned: int | None = None
+    """Number of learned positions, where it has them."""
+    limit: int | None = None
+    """Positions from which on the model would change its frequencies (LongRoPE)."""
+
+
+@torch.no_grad()
+def positions_of(decoder: Decoder) -> Positions:
+    """Find out how the decoder tells positions.
+
+    Raises InputError for dynamic-NTK scaling and where the keys tell nothing that is known.
+    """
+    nothing = (None,) * len(decoder.attention)
+    bias = bias_of(decoder.base)
+    if bias is not None:
+        return Positions(nothing, bias=bias)
+    learned = position_limit(decoder.base)
+    if learned is not None and "position_ids" in decoder.parameters:
+        return Positions(nothing, learned=learned)
+    modules = list(rotary_modules(decoder.base))
+    if not modules or "position_ids" not in decoder.parameters:
+        raise InputError(
+            f"{type(decoder.base).__name__} has neither rotary, ALiBi nor learned positions: a "
+            "sink cache cannot know where its keys stand"
+        )
+    limit = None
+    for module in modules:
+        for kind in _rope_types(module):
+            if "dynamic" in kind:
+                raise InputError(
+                    f"{type(decoder.base).__name__} has {kind!r} rotary scaling, whose frequencies "
+                    "depend on how long the text has become: keys of different ages do not fit "
+                    "together in one cache. Load it with another rope_type (llama3, yarn, linear)"
+                )
+            if kind == "longrope":
+                limit = _original_length(decoder.config)
+    return Positions(tuple(_probe(decoder, modules)), limit=limit)
+
+
+def rotary_modules(base: nn.Module) -> Iterator[nn.Module]:
+    """Modules that turn positions into cosines and sines."""
+    for module in base.modules():
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+            yield module
+
+
+def _rope_types(module: nn.Module) -> set[str]:
+    kinds = getattr(module, "rope_type", "default")
+    return set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+
+
+def _original_length(config: Any) -> int:
+    for where in ("rope_parameters", "rope_scaling"):
+        given = getattr(config, where, None) or {}
+        if "original_max_position_embeddings" in given:
+            return given["original_max_position_embeddings"]
+    original = getattr(config, "original_max_position_embeddings", None)
+    return original if original is not None else config.max_position_embeddings
+
+
+def _probe(decoder: Decoder, modules: list[nn.Module]) -> Iterator[Rotary | None]:
+    """The rotary positions of each layer, as measured."""
+    frequencies = _frequencies(modules)
+    still, *moved = (_keys(decoder, position) for position in (0, *_PROBES))
+    for layer, keys in enumerate(still):
+        head_dim = keys.shape[-1]
+        best: Rotary | None = None
+        error = max(_distance(keys, other[layer]) for other in moved)
+        for rotary in _candidates(frequencies, head_dim):
+            turned = [rotary.turn(keys, torch.tensor(position)) for position in _PROBES]
+            pairs = zip(turned, moved, strict=True)
+            off = max(_distance(one, other[layer]) for one, other in pairs)
+            if off < error:
+                best, error = rotary, off
+        if error > (1e-3 if keys.dtype in (torch.float32, torch.float64) else 5e-2):
+            raise InputError(
+                f"layer {layer} of {type(decoder.base).__name__} turns its keys by position in a "
+                "way that its rotary module does not explain: a sink cache cannot move its sinks"
+            )
+        yield best
+
+
+def _frequencies(modules: list[nn.Module]) -> list[Tensor]:
+    """The different frequencies that the model has."""
+    found: list[Tensor] = []
+    for module in modules:
+        for name, buffer in module.named_buffers(recurse=False):
+            if not name.endswith("inv_freq"):
+                continue
+            value = buffer.detach().to("cpu", torch.float64)
+            if not any(torch.equal(value, other) for other in found):
+                found.append(value)
+    return found
+
+
+def _candidates(frequencies: list[Tensor], head_dim: int) -> Iterator[Rotary]:
+    for value in frequencies:
+        for start in sorted({0, head_dim - 2 * len(value)}):
+            if 0 <= start <= head_dim - 2 * len(value):
+                yield Rotary(value, start)
+                yield Rotary(value, start, interleaved=True)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    scale = other.norm().clamp(min=torch.finfo(other.dtype).tiny)
+    return float((one - other).norm() / scale)
+
+
+def _keys(decoder: Decoder, position: int) -> list[Tensor]:
+    """Every layer's key of one token at a position; alone, it sees nothing but itself."""
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache()
+    weight: Any = decoder.base.get_input_embeddings().weight
+    token = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    modes = [(module, module.training) for module in decoder.base.modules()]
+    decoder.base.eval()
+    try:
+        decoder.base(
+            inputs_embeds=token.to(weight),
+            position_ids=torch.tensor([[position]], device=weight.device),
+            use_cache=True,
+            **{decoder.cache_argument: cache},
+        )
+    finally:
+        for module, training in modes:
+            module.training = training
+    if len(cache.layers) != len(decoder.attention):
+        raise InputError(
+            f"{type(decoder.base).__name__} keeps keys in {len(cache.layers)} of "
+            f"{len(decoder.attention)} layers: layers that share keys are not served"
+        )
+    return [layer.keys.to("cpu") for layer in cache.layers]
