@@ -103,7 +103,10 @@ def _before(
 def _check(cache: "SinkCache", kwargs: dict[str, Any]) -> None:
     """Refuse what cannot be right."""
     if kwargs.get("use_cache") is False:
-        raise InputError("use_cache=False with a SinkCache: leave it out, or the cache")
+        raise InputError(
+            "use_cache=False in a call with a SinkCache (some configurations say so): give "
+            "use_cache=True as well"
+        )
     if cache.decoder.base.training and torch.is_grad_enabled():
         raise InputError(
             "a SinkCache holds no gradients: call model.eval() or use torch.no_grad(); for "

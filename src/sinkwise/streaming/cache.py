@@ -277,8 +277,6 @@ class SinkCache(Cache):
         if self.rows.seen is None:
             return
         chosen = indices.to("cpu")
-        if chosen.dtype == torch.bool:
-            chosen = chosen.nonzero()[:, 0]
         for layer in self.layers:
             layer.select(chosen)
         self.rows.select(chosen)

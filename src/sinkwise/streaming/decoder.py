@@ -71,21 +71,16 @@ def decoder_of(model: nn.Module) -> Decoder:
         )
     config = base.config
     if getattr(config, "is_encoder_decoder", False):
-        raise InputError(f"{type(model).__name__} is an encoder-decoder; a decoder alone is right")
-    kinds = getattr(config, "layer_types", None)
-    attends = attention if kinds is None else kinds
-    unknown = sorted(set(kinds or ()) - _KINDS)
-    if unknown or len(attends) != len(attention):
         raise InputError(
-            f"{type(base).__name__} has layers of kind {', '.join(unknown) or 'without a cache'}: "
-            "a sink cache serves full and sliding-window attention"
+            f"{type(model).__name__} has an encoder, whose tokens look ahead; a decoder alone is "
+            "right"
         )
-    if any(getattr(part, "attention_type", None) == "local" for part in attention) or (
-        getattr(config, "attention_types", None) is not None
-    ):
+    kinds = getattr(config, "layer_types", None)
+    unknown = sorted(set(kinds or ()) - _KINDS)
+    if unknown or [part.layer_idx for part in attention] != list(range(len(attention))):
         raise InputError(
-            f"{type(base).__name__} cuts its windows inside its attention modules, by the order of "
-            "the cache; a sink cache has another order"
+            f"{type(base).__name__} has layers of kind {', '.join(unknown) or 'without attention'}:"
+            " a sink cache serves full and sliding-window attention in every layer"
         )
     return Decoder(base, attention, _windows(config, attention), _parameters(base))
 

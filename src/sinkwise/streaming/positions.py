@@ -17,6 +17,7 @@ from sinkwise.errors import InputError
 from sinkwise.hosts.inputs import position_limit
 from sinkwise.streaming.bias import Bias, bias_of
 from sinkwise.streaming.decoder import Decoder
+from sinkwise.streaming.probing import distance, keys_and_values, looks_ahead
 
 _PROBES = (1, 61)
 """Positions to which the probing token moves: one for the fast pairs, one for the slow."""
@@ -36,12 +37,16 @@ class Positions:
     """Positions from which on the model would change its frequencies (LongRoPE)."""
 
 
-@torch.no_grad()
 def positions_of(decoder: Decoder) -> Positions:
     """Find out how the decoder tells positions.
 
     Raises InputError for dynamic-NTK scaling and where the keys tell nothing that is known.
     """
+    if looks_ahead(decoder):
+        raise InputError(
+            f"{type(decoder.base).__name__} is an encoder, whose tokens look ahead: a cache serves "
+            "decoders"
+        )
     nothing = (None,) * len(decoder.attention)
     bias = bias_of(decoder.base)
     if bias is not None:
@@ -93,18 +98,26 @@ def _original_length(config: Any) -> int:
 def _probe(decoder: Decoder, modules: list[nn.Module]) -> Iterator[Rotary | None]:
     """The rotary positions of each layer, as measured."""
     frequencies = _frequencies(modules)
-    still, *moved = (_keys(decoder, position) for position in (0, *_PROBES))
-    for layer, keys in enumerate(still):
+    at = [keys_and_values(decoder, position) for position in (0, *_PROBES)]
+    if len(at[0]) != len(decoder.attention):
+        raise InputError(
+            f"{type(decoder.base).__name__} keeps keys in {len(at[0])} of "
+            f"{len(decoder.attention)} layers: layers that share keys are not served"
+        )
+    for layer, (keys, values) in enumerate(at[0]):
+        loose = 1e-3 if keys.dtype in (torch.float32, torch.float64) else 5e-2
+        moved = [states[layer][0] for states in at[1:]]
         head_dim = keys.shape[-1]
         best: Rotary | None = None
-        error = max(_distance(keys, other[layer]) for other in moved)
+        error = max(distance(keys, other) for other in moved)
         for rotary in _candidates(frequencies, head_dim):
             turned = [rotary.turn(keys, torch.tensor(position)) for position in _PROBES]
             pairs = zip(turned, moved, strict=True)
-            off = max(_distance(one, other[layer]) for one, other in pairs)
+            off = max(distance(one, other) for one, other in pairs)
             if off < error:
                 best, error = rotary, off
-        if error > (1e-3 if keys.dtype in (torch.float32, torch.float64) else 5e-2):
+        turning = max(distance(values, states[layer][1]) for states in at[1:])
+        if max(error, turning) > loose:
             raise InputError(
                 f"layer {layer} of {type(decoder.base).__name__} turns its keys by position in a "
                 "way that its rotary module does not explain: a sink cache cannot move its sinks"
@@ -131,35 +144,3 @@ def _candidates(frequencies: list[Tensor], head_dim: int) -> Iterator[Rotary]:
             if 0 <= start <= head_dim - 2 * len(value):
                 yield Rotary(value, start)
                 yield Rotary(value, start, interleaved=True)
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    scale = other.norm().clamp(min=torch.finfo(other.dtype).tiny)
-    return float((one - other).norm() / scale)
-
-
-def _keys(decoder: Decoder, position: int) -> list[Tensor]:
-    """Every layer's key of one token at a position; alone, it sees nothing but itself."""
-    from transformers import DynamicCache
-
-    cache: Any = DynamicCache()
-    weight: Any = decoder.base.get_input_embeddings().weight
-    token = torch.randn(1, 1, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    modes = [(module, module.training) for module in decoder.base.modules()]
-    decoder.base.eval()
-    try:
-        decoder.base(
-            inputs_embeds=token.to(weight),
-            position_ids=torch.tensor([[position]], device=weight.device),
-            use_cache=True,
-            **{decoder.cache_argument: cache},
-        )
-    finally:
-        for module, training in modes:
-            module.training = training
-    if len(cache.layers) != len(decoder.attention):
-        raise InputError(
-            f"{type(decoder.base).__name__} keeps keys in {len(cache.layers)} of "
-            f"{len(decoder.attention)} layers: layers that share keys are not served"
-        )
-    return [layer.keys.to("cpu") for layer in cache.layers]
