@@ -34,6 +34,8 @@ _EXPORTS = {
     "check_model": "conformance",
     "Retention": "retention",
     "SinkCache": "streaming.cache",
+    "stream": "streaming.loop",
+    "StreamedToken": "streaming.loop",
     "Verdict": "verdict",
     "SinkwiseError": "errors",
     "InputError": "errors",
