@@ -1,6 +1,7 @@
 """A call in progress: the plans of its layers, its positions, and the turns of the sinks."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,31 +39,36 @@ class Call:
         """Those of all layers."""
         return [self.plan(retention) for retention in {self.retention, *self.others}]
 
-    @property
+    @cached_property
     def past(self) -> int:
         """Keys before the call's own, as the model's own masks are to count them."""
         return max(plan.columns for plan in self.plans) - self.tokens.length
 
-    def positions(self) -> Int[Tensor, "batch query"]:
-        """Rotary positions: token index less base."""
-        if self.tokens.uniform and len(set(self.base)) == 1:
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether one position a query serves all rows."""
+        return self.tokens.uniform and len(set(self.base)) == 1
+
+    def positions(self) -> Int[Tensor, "row query"]:
+        """Rotary positions: token index less base; one row for all where they are alike."""
+        if self.uniform:
             first = self.tokens.seen[0] - self.base[0]
             return torch.arange(first, first + self.tokens.length)[None]
         return self.tokens.index - torch.tensor(self.base)[:, None]
 
     def turn(
         self, rotary: Rotary | None, like: Tensor
-    ) -> tuple[Float[Tensor, "row query rotated"], Float[Tensor, "row query rotated"]] | None:
-        """Cosines and sines that bring the sinks to where each query has them."""
+    ) -> tuple[Float[Tensor, "row 1 query rotated"], Float[Tensor, "row 1 query rotated"]] | None:
+        """Cosines and sines that bring the sinks to where each query has them: from where they
+        came in to S + W − 1 less their place before it.
+        """
         if rotary is None:
             return None
         working = torch.promote_types(like.dtype, torch.float32)
         key = (rotary, like.device, working)
         if key not in self.tables:
-            index, base = self.tokens.index, torch.tensor(self.base)
-            if self.tokens.uniform:
-                index, base = index[:1], base[:1]
-            angles = rotary.angles(self.retention.shift(index) - base[:, None])
+            shift = (self.positions() - (self.retention.capacity - 1)).clamp(min=0)
+            angles = rotary.angles(shift)[:, None]
             made = [part.to(like.device, working) for part in (angles.cos(), angles.sin())]
             self.tables[key] = made[0], made[1]
         return self.tables[key]

@@ -13,7 +13,7 @@ from sinkwise.errors import InputError
 from sinkwise.streaming.cache import SinkCache
 from sinkwise.streaming.decoder import decoder_of
 
-CHUNK = 64
+CHUNK = 256
 """Tokens that are scored at once; a chunk gives what its tokens give one by one."""
 TIMED_STEPS = 16
 """Single steps that are timed."""

@@ -60,7 +60,8 @@ class SinkLayer(CacheLayerMixin):
     ) -> tuple[Columns, ValueColumns]:
         """Store a call's keys and values by its plan; returns all that its queries attend to."""
         plan, turn = args
-        key_states, value_states = key_states.detach(), value_states.detach()
+        if key_states.requires_grad or value_states.requires_grad:
+            key_states, value_states = key_states.detach(), value_states.detach()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -78,7 +79,9 @@ class SinkLayer(CacheLayerMixin):
         self._write(key_states, value_states, plan)
         if plan.mode == "step":
             self._turn_sinks(turn)
-        return self.keys[:, :, : plan.columns], self.values[:, :, : plan.columns]
+        if plan.columns == self.keys.shape[2]:
+            return self.keys, self.values
+        return self.keys.narrow(2, 0, plan.columns), self.values.narrow(2, 0, plan.columns)
 
     def _room(self, rows: int) -> None:
         """Make the buffers hold at least so many rows."""
@@ -111,11 +114,11 @@ class SinkLayer(CacheLayerMixin):
         seen, length = plan.tokens.seen[0], plan.tokens.length
         for buffer, new in ((self.keys, keys), (self.values, values)):
             if plan.tokens.uniform and plan.mode == "append":
-                buffer[:, :, seen : seen + length] = new
+                buffer.narrow(2, seen, length).copy_(new)
             elif plan.tokens.uniform and plan.mode == "step":
                 slot = self.retention.num_sink_tokens
                 slot += (seen - slot) % self.retention.window_length
-                buffer[:, :, slot : slot + 1] = new
+                buffer.narrow(2, slot, 1).copy_(new)
             else:
                 rows, numbers, slots = plan.stored
                 buffer[rows, :, slots] = new[rows, :, numbers]
@@ -125,15 +128,23 @@ class SinkLayer(CacheLayerMixin):
         if turn is None or self.retention.num_sink_tokens == 0:
             return
         assert self.keys is not None and self.rotary is not None
-        part = self._turned(turn)[:, :, 0]
-        self.keys[:, :, : part.shape[2], self.rotary.coordinates] = part
+        assert self.sinks is not None and self.quarters is not None
+        cos, sin = turn
+        part = self.rotary.coordinates
+        place = self.keys.narrow(2, 0, self.sinks.shape[2])
+        if part.stop - part.start < self.keys.shape[3]:
+            place = place[..., part]
+        if self.sinks.dtype == self.dtype:  # straight into the buffer
+            torch.mul(self.sinks, cos, out=place).addcmul_(self.quarters, sin)
+        else:
+            place.copy_(torch.addcmul(self.sinks * cos, self.quarters, sin))
 
     def _turned(
         self, turn: tuple[Tensor, Tensor]
     ) -> Float[Tensor, "batch kv_head query key rotated"]:
         """The sinks' rotated coordinates, turned for each query."""
         assert self.sinks is not None and self.quarters is not None
-        cos, sin = (part[:, None, :, None] for part in turn)
+        cos, sin = (part[..., None, :] for part in turn)
         return torch.addcmul(self.sinks[:, :, None] * cos, self.quarters[:, :, None], sin)
 
     def _joined(

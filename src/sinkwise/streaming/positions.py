@@ -104,13 +104,15 @@ def _probe(decoder: Decoder, modules: list[nn.Module]) -> Iterator[Rotary | None
             f"{type(decoder.base).__name__} keeps keys in {len(at[0])} of "
             f"{len(decoder.attention)} layers: layers that share keys are not served"
         )
+    known: dict[int, list[Rotary]] = {}
     for layer, (keys, values) in enumerate(at[0]):
         loose = 1e-3 if keys.dtype in (torch.float32, torch.float64) else 5e-2
         moved = [states[layer][0] for states in at[1:]]
         head_dim = keys.shape[-1]
         best: Rotary | None = None
         error = max(distance(keys, other) for other in moved)
-        for rotary in _candidates(frequencies, head_dim):
+        # Layers share what they can, so that a step's cosines are made once.
+        for rotary in known.setdefault(head_dim, list(_candidates(frequencies, head_dim))):
             turned = [rotary.turn(keys, torch.tensor(position)) for position in _PROBES]
             pairs = zip(turned, moved, strict=True)
             off = max(distance(one, other) for one, other in pairs)
