@@ -78,8 +78,11 @@ def main() -> None:
         size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         off = float((logits.double() - want).abs().max())
         hours = (time.perf_counter() - began) / 3600
-        print(f"| {mark:,} | {1000 * median(times):.2f} | {size:,} | {resident():.0f} "
-              f"| {off:.1e} (logits' spread {float(want.std()):.2f}) | {hours:.2f} |", flush=True)  # fmt: skip
+        print(
+            f"| {mark:,} | {1000 * median(times):.2f} | {size:,} | {resident():.0f} "
+            f"| {off:.1e} (logits' spread {float(want.std()):.2f}) | {hours:.2f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def _check(cache: "SinkCache", kwargs: dict[str, Any]) -> None:
     if cache.decoder.base.training and torch.is_grad_enabled():
         raise InputError(
             "a SinkCache holds no gradients: call model.eval() or use torch.no_grad(); for "
-            "training there is sinkwise.nn.sink_mask"
+            "training there is sinkwise.nn.sink_mask.sink_mask"
         )
 
 

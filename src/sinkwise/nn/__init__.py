@@ -1,0 +1,1 @@
+"""Modules and masks for training."""
