@@ -37,8 +37,7 @@ def llama_logits(model: Any, tokens: list[int], sinks: int, window: int) -> Tens
     config, weights = model.config, {n: w.double() for n, w in model.state_dict().items()}
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     head = config.head_dim
-    theta = getattr(config, "rope_theta", None) or config.rope_parameters["rope_theta"]
-    speed = theta ** (-torch.arange(0, head, 2, dtype=torch.float64) / head)
+    speed = model.model.rotary_emb.inv_freq.double()  # the model's own, as it rounded them
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.pow(2).mean() + config.rms_norm_eps).sqrt() * weights[name]

@@ -133,6 +133,22 @@ def test_reordered_rows_go_on_as_themselves() -> None:
         torch.testing.assert_close(got[row].double(), want, rtol=0, atol=1e-4)
 
 
+def test_rows_at_the_same_token_with_different_bases() -> None:
+    model, tokens = build("llama"), texts(170, 2)
+    mask = torch.ones_like(tokens)
+    mask[1, :12] = 0  # row 0 is brought back at 139 tokens, when row 1 is at 127
+    mask[0, 150:162] = 0
+    cache = SinkCache(model, WINDOW, SINKS)
+    sizes = [12, 127, 8, 3, 12, *[1] * 8]
+    got = fed(model, cache, tokens, sizes, attention_mask=mask)
+    assert cache.rows.base[0] != cache.rows.base[1] and len(set(cache.seen.tolist())) == 1
+    for row in range(2):
+        real = mask[row].bool()
+        want = expected("llama", model, tokens[row][real].tolist(), SINKS, WINDOW)
+        ours = got[row].double()[real]
+        torch.testing.assert_close(ours, want, rtol=0, atol=1e-4)
+
+
 def test_rows_are_repeated_and_chosen() -> None:
     model, tokens = build("llama"), texts(25, 2)
     cache = SinkCache(model, WINDOW, SINKS)
@@ -173,6 +189,14 @@ def test_a_crop_after_an_eviction_is_refused() -> None:
     with pytest.raises(InputError, match="evicted"):
         cache.crop(-1)
     cache.crop(0)
+    # Also where the row that lost tokens has gone, and with it what its columns were.
+    short = SinkCache(model, WINDOW, SINKS)
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, :5] = 0
+    fed(model, short, texts(12, 2), [12], attention_mask=mask)
+    short.reorder_cache(torch.tensor([1, 1]))
+    with pytest.raises(InputError, match="evicted"):
+        short.crop(-1)
     cache.reset()
     fed(model, cache, texts(4), [4])
     with pytest.raises(InputError, match="4 columns"):

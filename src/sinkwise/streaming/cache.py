@@ -172,7 +172,8 @@ class SinkCache(Cache):
         tokens, self.call = self.call.tokens, None
         self._failed = failed
         if not failed:
-            self.rows.count(tokens, self._croppable)
+            least = min(layer.retention.capacity for layer in self.layers)
+            self.rows.count(tokens, croppable=least)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -224,12 +225,7 @@ class SinkCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` can still put the cache back: nothing has been evicted."""
-        return self.rows.most <= self._croppable
-
-    @property
-    def _croppable(self) -> int:
-        """Tokens up to which no layer evicts any."""
-        return min(layer.retention.capacity for layer in self.layers)
+        return self.rows.real is not None
 
     @property
     def batch_size(self) -> int:

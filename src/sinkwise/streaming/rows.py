@@ -26,8 +26,10 @@ class Rows:
     """What each row's token index is ahead of its rotary position."""
     columns: int = 0
     """Columns of all calls, padding included: what `generate` counts."""
-    real: list[Bool[Tensor, "batch query"]] = field(default_factory=list)
-    """Which columns were real; kept until the first eviction, for `crop`."""
+    real: list[Bool[Tensor, "batch query"]] | None = field(default_factory=list)
+    """Which columns were real, for `crop`; None from the first eviction on, also where the row
+    that it befell has gone since.
+    """
 
     @property
     def most(self) -> int:
@@ -77,10 +79,12 @@ class Rows:
         """Add a call's tokens; `croppable`: up to how many nothing has been evicted."""
         self.seen = tokens.after
         self.columns += tokens.length
-        self.real = [*self.real, tokens.everywhere] if self.most <= croppable else []
+        if self.real is not None:
+            self.real = [*self.real, tokens.everywhere] if self.most <= croppable else None
 
     def crop(self, stays: int) -> None:
         """Take all columns back but the first `stays`."""
+        assert self.real is not None
         real = torch.cat(self.real, dim=1)[:, :stays]
         self.seen, self.columns, self.real = tuple(real.sum(1).tolist()), stays, [real]
 
@@ -90,4 +94,5 @@ class Rows:
         numbers = chosen.tolist()
         self.seen = tuple(self.seen[row] for row in numbers)
         self.base = tuple(self.base[row] for row in numbers)
-        self.real = [part[chosen] for part in self.real]
+        if self.real is not None:
+            self.real = [part[chosen] for part in self.real]
