@@ -1,1 +1,1 @@
-"""Modules that answer sinks: an output gate on the heads, register tokens before the sequence."""
+"""Modules and masks for training: the output gate, registers, a sink token."""

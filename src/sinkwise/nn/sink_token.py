@@ -1,0 +1,30 @@
+"""A learned token before every sequence, for heads to look at when they have nothing to add."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class SinkToken(nn.Module):
+    """One learned vector put before a sequence of embeddings: T tokens become T + 1.
+
+    A model that is trained with it gathers its sinks there, so that a sink cache needs this one
+    token (`num_sink_tokens=1`). Take the first position of the output off again with `without`.
+
+    Reference: Xiao et al., 2023, arXiv 2309.17453, section 3.3.
+    """
+
+    def __init__(self, dim: int, std: float = 0.02) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.randn(dim) * std)
+
+    def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch longer dim"]:
+        """`x` with the sink token before it."""
+        return torch.cat([self.vector.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
+
+    @staticmethod
+    def without(
+        y: Float[Tensor, "batch longer out"],
+    ) -> Float[Tensor, "batch token out"]:
+        """The output without the sink token's own position."""
+        return y[:, 1:]

@@ -1,0 +1,1 @@
+"""Endless text: the sink cache and what runs on it."""

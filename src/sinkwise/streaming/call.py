@@ -1,0 +1,93 @@
+"""A call in progress: the plans of its layers, its positions, and the turns of the sinks."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkwise.attention.rotary import Rotary
+from sinkwise.retention import Retention
+from sinkwise.streaming.bias import Bias
+from sinkwise.streaming.plan import Plan, Tokens
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward call of the decoder with a sink cache, short enough to be one plan."""
+
+    tokens: Tokens
+    retention: Retention
+    """Of the layers with sinks."""
+    base: tuple[int, ...]
+    """What each row's token index is ahead of its position."""
+    others: frozenset[Retention] = frozenset()
+    """Of layers with a window of their own."""
+    tables: dict[Any, Any] = field(default_factory=dict)
+    """Cosines and sines, masks: made once a call."""
+
+    def plan(self, retention: Retention) -> Plan:
+        """How layers of that retention take the call."""
+        if retention not in self.tables:
+            self.tables[retention] = Plan(self.tokens, retention)
+        return self.tables[retention]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Those of all layers."""
+        return [self.plan(retention) for retention in {self.retention, *self.others}]
+
+    @cached_property
+    def past(self) -> int:
+        """Keys before the call's own, as the model's own masks are to count them."""
+        return max(plan.columns for plan in self.plans) - self.tokens.length
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether one position a query serves all rows."""
+        return self.tokens.uniform and len(set(self.base)) == 1
+
+    def positions(self) -> Int[Tensor, "row query"]:
+        """Rotary positions: token index less base; one row for all where they are alike."""
+        if self.uniform:
+            first = self.tokens.seen[0] - self.base[0]
+            return torch.arange(first, first + self.tokens.length)[None]
+        return self.tokens.index - torch.tensor(self.base)[:, None]
+
+    def turn(
+        self, rotary: Rotary | None, like: Tensor
+    ) -> tuple[Float[Tensor, "row 1 query rotated"], Float[Tensor, "row 1 query rotated"]] | None:
+        """Cosines and sines that bring the sinks to where each query has them: from where they
+        came in to S + W − 1 less their place before it.
+        """
+        if rotary is None:
+            return None
+        working = torch.promote_types(like.dtype, torch.float32)
+        key = (rotary, like.device, working)
+        if key not in self.tables:
+            shift = (self.positions() - (self.retention.capacity - 1)).clamp(min=0)
+            angles = rotary.angles(shift)[:, None]
+            made = [part.to(like.device, working) for part in (angles.cos(), angles.sin())]
+            self.tables[key] = made[0], made[1]
+        return self.tables[key]
+
+    def arguments(self, retention: Retention, bias: Bias | None, like: Tensor) -> dict[str, Tensor]:
+        """What attention modules of that retention must get instead of the model's own."""
+        key = ("arguments", retention, like.device)
+        if key not in self.tables:
+            self.tables[key] = self._arguments(self.plan(retention), bias, like)
+        return self.tables[key]
+
+    def _arguments(self, plan: Plan, bias: Bias | None, like: Tensor) -> dict[str, Tensor]:
+        if bias is not None:
+            if bias not in self.tables:
+                self.tables[bias] = bias.table(self.retention.capacity)
+            given = bias.arguments(plan, self.tables[bias], like.dtype)
+            return {name: value.to(like.device) for name, value in given.items()}
+        if plan.mask is None:
+            return {}
+        lowest = torch.finfo(like.dtype).min
+        mask = torch.zeros(plan.mask.shape, dtype=like.dtype).masked_fill(~plan.mask, lowest)
+        return {"attention_mask": mask[:, None].to(like.device)}

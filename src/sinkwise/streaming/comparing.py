@@ -1,0 +1,170 @@
+"""The same text by dense attention, a plain window, recomputation, and sinks + window."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkwise.errors import InputError
+from sinkwise.streaming.cache import SinkCache
+from sinkwise.streaming.decoder import decoder_of
+
+CHUNK = 256
+"""Tokens that are scored at once; a chunk gives what its tokens give one by one."""
+TIMED_STEPS = 16
+"""Single steps that are timed."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to keep memory of an endless text."""
+
+    kind: str
+    """`dense`, `window`, `recompute` or `sinks`."""
+    cache_length: int
+    """Keys that a token may see, itself included; `dense` has no end."""
+    num_sink_tokens: int = 0
+    """Of them, first tokens of the text."""
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        if self.kind == "sinks":
+            return f"{self.num_sink_tokens} + {self.cache_length - self.num_sink_tokens}"
+        return {"window": f"0 + {self.cache_length}"}.get(self.kind, self.kind)
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a method went over a text."""
+
+    method: Method
+    positions: list[int]
+    """Tokens that were scored."""
+    losses: list[float]
+    """−ln p of each."""
+    milliseconds: float
+    """Median of a token's forward pass at the end of the text, batch 1."""
+    bytes: int
+    """Of the keys and values kept at the end."""
+
+
+def methods(cache_length: int, sinks: list[int]) -> list[Method]:
+    """Dense, window, recomputation, and a sink cache for each number of sinks, all with the same
+    number of keys.
+
+    Raises InputError for a number of sinks that leaves no window.
+    """
+    for count in sinks:
+        if not 0 <= count < cache_length:
+            raise InputError(
+                f"num_sink_tokens={count} with cache_length={cache_length}: from 0 to "
+                f"{cache_length - 1} is right"
+            )
+    plain = [Method(kind, cache_length) for kind in ("dense", "window", "recompute")]
+    return plain + [Method("sinks", cache_length, count) for count in sinks if count]
+
+
+@torch.no_grad()
+def course(
+    model: nn.Module,
+    tokens: list[int],
+    method: Method,
+    recompute_every: int = 1,
+    progress: Callable[[int], Any] | None = None,
+) -> Course:
+    """Score the text by one method.
+
+    Every token but the first is scored, the last ones excepted, which are timed; recomputation
+    scores every `recompute_every`-th only, from the `cache_length` tokens before it.
+
+    Raises InputError for a text not longer than the cache.
+
+    Reference: Xiao et al., 2023, arXiv 2309.17453.
+    """
+    if len(tokens) <= method.cache_length + TIMED_STEPS:
+        raise InputError(
+            f"the text has {len(tokens)} tokens; more than cache_length={method.cache_length} and "
+            f"{TIMED_STEPS} timed ones are needed"
+        )
+    run = _recomputed if method.kind == "recompute" else _cached
+    return run(model, torch.tensor([tokens]), method, recompute_every, progress or (lambda _: None))
+
+
+def _cached(
+    model: Any, ids: Tensor, method: Method, _every: int, progress: Callable[[int], Any]
+) -> Course:
+    from transformers import DynamicCache
+
+    name = decoder_of(model).cache_argument
+    cache: Any
+    if method.kind == "dense":
+        cache = DynamicCache(config=model.config)
+    else:
+        window = method.cache_length - method.num_sink_tokens
+        cache = SinkCache(model, window, method.num_sink_tokens)
+    ids = ids.to(model.get_input_embeddings().weight.device)
+    scored = ids.shape[1] - TIMED_STEPS
+    losses: list[float] = []
+    before: Tensor | None = None
+    for start in range(0, scored, CHUNK):
+        part = ids[:, start : min(start + CHUNK, scored)]
+        logits = model(part, use_cache=True, **{name: cache}).logits[0].float()
+        known = logits[:-1] if before is None else torch.cat([before, logits[:-1]])
+        target = part[0, 1:] if before is None else part[0]
+        losses += torch.nn.functional.cross_entropy(known, target, reduction="none").tolist()
+        before = logits[-1:]
+        progress(start + part.shape[1])
+    times: list[float] = []
+    for step in range(scored, ids.shape[1]):
+        started = time.perf_counter()
+        logits = model(ids[:, step : step + 1], use_cache=True, **{name: cache}).logits
+        float(logits[0, -1, 0])  # waits for a GPU
+        times.append(time.perf_counter() - started)
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    if isinstance(cache, SinkCache):
+        cache.close()
+    return Course(method, list(range(1, scored)), losses, 1000 * median(times), kept)
+
+
+def _recomputed(
+    model: Any, ids: Tensor, method: Method, every: int, progress: Callable[[int], Any]
+) -> Course:
+    length = method.cache_length
+    ids = ids.to(model.get_input_embeddings().weight.device)
+    positions = list(range(length, ids.shape[1] - TIMED_STEPS, every))
+    losses: list[float] = []
+    times: list[float] = []
+    for target in positions:
+        window = ids[:, target - length : target]
+        started = time.perf_counter()
+        logits = model(window, use_cache=False).logits[0, -1:].float()
+        loss = torch.nn.functional.cross_entropy(logits, ids[0, target : target + 1])
+        losses.append(float(loss))  # waits for a GPU as well
+        times.append(time.perf_counter() - started)
+        progress(target)
+    return Course(method, positions, losses, 1000 * median(times[-TIMED_STEPS:]), 0)
+
+
+def perplexity(one: Course, start: int, stop: int) -> float:
+    """exp of the mean loss of the scored tokens start ≤ t < stop; NaN where there are none.
+
+    1 is certainty; a vocabulary's size is knowing nothing.
+    """
+    pairs = zip(one.positions, one.losses, strict=True)
+    chosen = [loss for position, loss in pairs if start <= position < stop]
+    if not chosen:
+        return float("nan")
+    return float(torch.tensor(chosen, dtype=torch.float64).mean().exp())
+
+
+def curve(one: Course, width: int) -> Iterator[tuple[int, float]]:
+    """(middle, perplexity) of consecutive stretches of the text of `width` tokens."""
+    for start in range(0, one.positions[-1] + 1, width):
+        value = perplexity(one, start, start + width)
+        if value == value:
+            yield start + width // 2, value

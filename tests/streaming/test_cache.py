@@ -1,0 +1,419 @@
+"""The sink cache as a transformers cache: generate, turns, beams, roll-backs, and no trace."""
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from sinkwise.errors import InputError
+from sinkwise.streaming.cache import SinkCache
+
+from .families import build, expected, fed, texts
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+OLD = transformers.__version__.startswith("4.")
+SINKS, WINDOW = 3, 8
+GREEDY: dict[str, Any] = {
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "use_cache": True,
+}
+
+
+def generated(model: Any, tokens: Tensor, cache: Any, new: int, **more: Any) -> Tensor:
+    """What `generate` answers with this cache."""
+    options = {**GREEDY, **more}
+    options.setdefault("attention_mask", torch.ones_like(tokens))
+    return model.generate(
+        tokens, past_key_values=cache, max_new_tokens=new, min_new_tokens=new, **options
+    )
+
+
+def by_hand(name: str, model: Any, tokens: list[int], new: int) -> list[int]:
+    """Greedy continuation by the oracle's logits."""
+    out = list(tokens)
+    for _ in range(new):
+        out.append(int(expected(name, model, out, SINKS, WINDOW)[-1].argmax()))
+    return out
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-neox", "falcon-alibi", "bloom", "mpt", "gpt2",
+    "gemma-3", "gpt-oss", "mistral"])  # fmt: skip
+def test_contract_generate_greedy(name: str) -> None:
+    model, tokens = build(name), texts(17)
+    with SinkCache(model, WINDOW, SINKS) as cache:
+        got = generated(model, tokens, cache, 12)
+    assert got[0].tolist() == by_hand(name, model, tokens[0].tolist(), 12)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-sliding", "mpt", "gpt2"])
+def test_contract_generate_equals_a_plain_cache_before_the_first_eviction(name: str) -> None:
+    model, tokens = build(name), texts(9, 2)
+    plain = generated(model, tokens, DynamicCache(config=model.config), 10)
+    assert torch.equal(generated(model, tokens, SinkCache(model, 30, 4), 10), plain)
+
+
+def test_contract_generate_with_left_padding_is_each_row_alone() -> None:
+    model, tokens = build("llama"), texts(15, 2)
+    mask = torch.ones_like(tokens)
+    tokens[1, :6], mask[1, :6] = 0, 0
+    together = generated(model, tokens, SinkCache(model, WINDOW, SINKS), 20, attention_mask=mask)
+    for row, pads in enumerate((0, 6)):
+        one = tokens[row : row + 1, pads:]
+        alone = generated(model, one, SinkCache(model, WINDOW, SINKS), 20)
+        assert torch.equal(together[row, pads:], alone[0])
+
+
+def test_contract_turns_of_a_conversation_share_one_cache() -> None:
+    model, cache = build("llama"), None
+    text = texts(6)
+    cache = SinkCache(model, WINDOW, SINKS)
+    for turn in range(4):
+        text = torch.cat([text, texts(5, seed=turn)], dim=1)
+        text = generated(model, text, cache, 7)
+    want = expected("llama", model, text[0].tolist(), SINKS, WINDOW)
+    own = fed(model, SinkCache(model, WINDOW, SINKS), text, [text.shape[1]])[0]
+    torch.testing.assert_close(own.double(), want, rtol=0, atol=1e-4)
+    answered = text[0, -7:].tolist()
+    assert answered == want[-8:-1].argmax(-1).tolist()
+    # The last token was answered and never fed.
+    assert cache.seen.tolist() == [text.shape[1] - 1]
+
+
+def test_contract_sampling_is_that_of_the_logits() -> None:
+    model, tokens = build("llama"), texts(17)
+    torch.manual_seed(5)
+    options = {"do_sample": True, "top_k": 0, "temperature": 0.7}
+    got = generated(model, tokens, SinkCache(model, WINDOW, SINKS), 15, **options)
+    torch.manual_seed(5)
+    cache, out = SinkCache(model, WINDOW, SINKS), tokens
+    logits = fed(model, cache, tokens, [17])
+    for _ in range(15):
+        chosen = torch.multinomial((logits[:, -1] / 0.7).softmax(-1), 1)
+        out = torch.cat([out, chosen], dim=1)
+        logits = fed(model, cache, chosen, [1])
+    assert torch.equal(got, out)
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon-alibi", "gpt2"])
+def test_contract_beam_search_finds_what_a_search_over_the_oracle_finds(name: str) -> None:
+    model, tokens, beams, new = build(name), texts(13), 3, 7
+    got = generated(model, tokens, SinkCache(model, WINDOW, SINKS), new, num_beams=beams)
+    rows = [(0.0, tokens[0].tolist())]
+    for _ in range(new):
+        longer = []
+        for score, row in rows:
+            logits = expected(name, model, row, SINKS, WINDOW)[-1].log_softmax(-1)
+            best = logits.topk(2 * beams)
+            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            longer += [(score + value, [*row, token]) for value, token in pairs]
+        rows = sorted(longer, reverse=True)[:beams]
+    assert got[0].tolist() == rows[0][1]
+
+
+def test_reordered_rows_go_on_as_themselves() -> None:
+    model, tokens = build("llama"), texts(30, 3)
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    order = torch.tensor([2, 1, 1])
+    cache = SinkCache(model, WINDOW, SINKS)
+    fed(model, cache, tokens[:, :25], [20, 1, 4], attention_mask=mask[:, :25])
+    cache.reorder_cache(order)
+    got = fed(model, cache, tokens[:, 25:], [1] * 5)
+    for row, old in enumerate(order.tolist()):
+        own = torch.cat([tokens[old, 5 * (old == 1) : 25], tokens[row, 25:]]).tolist()
+        want = expected("llama", model, own, SINKS, WINDOW)[-5:]
+        torch.testing.assert_close(got[row].double(), want, rtol=0, atol=1e-4)
+
+
+def test_rows_at_the_same_token_with_different_bases() -> None:
+    model, tokens = build("llama"), texts(170, 2)
+    mask = torch.ones_like(tokens)
+    mask[1, :12] = 0  # row 0 is brought back at 139 tokens, when row 1 is at 127
+    mask[0, 150:162] = 0
+    cache = SinkCache(model, WINDOW, SINKS)
+    sizes = [12, 127, 8, 3, 12, *[1] * 8]
+    got = fed(model, cache, tokens, sizes, attention_mask=mask)
+    assert cache.rows.base[0] != cache.rows.base[1] and len(set(cache.seen.tolist())) == 1
+    for row in range(2):
+        real = mask[row].bool()
+        want = expected("llama", model, tokens[row][real].tolist(), SINKS, WINDOW)
+        ours = got[row].double()[real]
+        torch.testing.assert_close(ours, want, rtol=0, atol=1e-4)
+
+
+def test_rows_are_repeated_and_chosen() -> None:
+    model, tokens = build("llama"), texts(25, 2)
+    cache = SinkCache(model, WINDOW, SINKS)
+    fed(model, cache, tokens[:, :20], [20])
+    cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 4
+    cache.batch_select_indices(torch.tensor([1, 3]))
+    got = fed(model, cache, tokens[:, 20:], [5])
+    for row in range(2):
+        want = expected("llama", model, tokens[row].tolist(), SINKS, WINDOW)[-5:]
+        torch.testing.assert_close(got[row].double(), want, rtol=0, atol=1e-4)
+
+
+def test_a_crop_before_the_first_eviction_is_as_if_never_fed() -> None:
+    model, tokens = build("llama"), texts(30, 2)
+    mask = torch.ones_like(tokens)
+    mask[1, :3], mask[1, 8] = 0, 0
+    cache = SinkCache(model, WINDOW, SINKS)
+    fed(model, cache, tokens[:, :10], [6, 4], attention_mask=mask[:, :10])
+    assert cache.is_croppable
+    cache.crop(-3)
+    assert cache.get_seq_length() == 7 and cache.seen.tolist() == [7, 4]
+    cache.crop(5)
+    assert cache.get_seq_length() == 5
+    got = fed(model, cache, tokens[:, 5:], [25], attention_mask=mask[:, 5:])
+    for row in range(2):
+        real = mask[row].bool()
+        want = expected("llama", model, tokens[row][real].tolist(), SINKS, WINDOW)
+        ours = got[row].double()[real[5:]]
+        torch.testing.assert_close(ours, want[-len(ours) :], rtol=0, atol=1e-4)
+
+
+def test_a_crop_after_an_eviction_is_refused() -> None:
+    model = build("llama")
+    cache = SinkCache(model, WINDOW, SINKS)
+    fed(model, cache, texts(12), [12])
+    assert not cache.is_croppable
+    with pytest.raises(InputError, match="evicted"):
+        cache.crop(-1)
+    cache.crop(0)
+    # Also where the row that lost tokens has gone, and with it what its columns were.
+    short = SinkCache(model, WINDOW, SINKS)
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, :5] = 0
+    fed(model, short, texts(12, 2), [12], attention_mask=mask)
+    short.reorder_cache(torch.tensor([1, 1]))
+    with pytest.raises(InputError, match="evicted"):
+        short.crop(-1)
+    cache.reset()
+    fed(model, cache, texts(4), [4])
+    with pytest.raises(InputError, match="4 columns"):
+        cache.crop(-5)
+
+
+def test_a_reset_cache_is_a_new_one() -> None:
+    model, tokens = build("llama"), texts(30, 2)
+    cache = SinkCache(model, WINDOW, SINKS)
+    fed(model, cache, texts(40, 3, seed=9), [40])
+    cache.reset()
+    assert cache.seen.tolist() == [] and not cache.is_initialized
+    new = fed(model, SinkCache(model, WINDOW, SINKS), tokens, [30])
+    assert torch.equal(fed(model, cache, tokens, [30]), new)
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    model, tokens = build("llama"), texts(40)
+    cache = SinkCache(model, WINDOW, SINKS)
+    fed(model, cache, tokens[:, :20], [20])
+    other = copy.deepcopy(cache)
+    fed(model, other, texts(15, seed=8), [15])
+    got = fed(model, cache, tokens[:, 20:], [1] * 20)[0]
+    want = expected("llama", model, tokens[0].tolist(), SINKS, WINDOW)[20:]
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-4)
+    assert (cache.seen.item(), other.seen.item()) == (40, 35)
+
+
+def hooks(model: nn.Module) -> int:
+    """Hooks of all kinds on all modules."""
+    return sum(
+        len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "gemma-3"])
+def test_no_trace_is_left(name: str) -> None:
+    model, tokens = build(name), texts(20, 2)
+    keys, attributes = list(model.state_dict()), {n: set(vars(m)) for n, m in model.named_modules()}
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = 0
+    plain = fed(model, DynamicCache(), tokens, [20], attention_mask=mask)
+    with SinkCache(model, WINDOW, SINKS) as cache:
+        hung = hooks(model)
+        assert hung == 2
+        fed(model, cache, tokens, [20], attention_mask=mask)
+        assert hooks(model) == hung
+        # Calls that carry another cache, or none, are not touched.
+        again = fed(model, DynamicCache(), tokens, [20], attention_mask=mask)
+        assert torch.equal(again, plain)
+    assert hooks(model) == 0
+    assert list(model.state_dict()) == keys
+    assert {n: set(vars(m)) for n, m in model.named_modules()} == attributes
+    with pytest.raises(InputError, match="closed"):
+        fed(model, cache, tokens, [20])
+
+
+def test_two_caches_on_one_model_do_not_meet() -> None:
+    model, tokens = build("llama"), texts(40)
+    one, two = SinkCache(model, WINDOW, SINKS), SinkCache(model, 5, 1)
+    parts = []
+    for token in range(40):
+        parts.append(
+            [fed(model, cache, tokens[:, token : token + 1], [1])[0] for cache in (one, two)]
+        )
+    for number, (sinks, window) in enumerate(((SINKS, WINDOW), (1, 5))):
+        want = expected("llama", model, tokens[0].tolist(), sinks, window)
+        got = torch.cat([pair[number] for pair in parts])
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-4)
+    two.close()
+    assert hooks(model) == 2
+
+
+def test_a_collected_cache_leaves_the_model() -> None:
+    model = build("llama")
+    cache = SinkCache(model, WINDOW, SINKS)
+    fed(model, cache, texts(20), [20])
+    assert hooks(model) == 2
+    del cache
+    gc.collect()
+    assert hooks(model) == 0
+
+
+def test_a_failed_call_is_told_and_leaves_nothing_hanging() -> None:
+    model = build("bloom")
+    cache = SinkCache(model, WINDOW, SINKS)
+    fed(model, cache, texts(10), [10])
+    handle = model.transformer.h[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fed(model, cache, texts(1), [1])
+    handle.remove()
+    assert hooks(model) == 2 and cache.call is None
+    with pytest.raises(InputError, match="failed before its end"):
+        fed(model, cache, texts(1), [1])
+    cache.reset()
+    fed(model, cache, texts(10), [10])
+
+
+def test_hidden_states_of_a_split_call_are_joined() -> None:
+    model, tokens = build("llama"), texts(60)
+    cache = SinkCache(model, WINDOW, SINKS)
+    with torch.no_grad():
+        out = model(tokens, past_key_values=cache, output_hidden_states=True)
+        single = SinkCache(model, WINDOW, SINKS)
+        steps = [
+            model(tokens[:, t : t + 1], past_key_values=single, output_hidden_states=True)
+            for t in range(60)
+        ]
+    assert [part.shape for part in out.hidden_states] == [(1, 60, 48)] * 3
+    for layer in range(3):
+        one = torch.cat([step.hidden_states[layer] for step in steps], dim=1)
+        torch.testing.assert_close(out.hidden_states[layer], one, rtol=0, atol=1e-4)
+
+
+def test_embeddings_in_the_place_of_tokens() -> None:
+    model, tokens = build("llama"), texts(40)
+    want = fed(model, SinkCache(model, WINDOW, SINKS), tokens, [40])
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(tokens)
+        cache = SinkCache(model, WINDOW, SINKS)
+        got = model(inputs_embeds=embedded, past_key_values=cache).logits
+    torch.testing.assert_close(got, want)
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    model, tokens = build("llama"), texts(30)
+    cache = SinkCache(model, WINDOW, SINKS)
+
+    def refused(match: str, **given: Any) -> None:
+        with torch.no_grad(), pytest.raises(InputError, match=match):
+            model(**{"input_ids": tokens, "past_key_values": cache, **given})
+
+    refused("use_cache=True as well", use_cache=False)
+    refused("makes its own masks", attention_mask=torch.ones(1, 1, 30, 30))
+    refused("makes its own masks", attention_mask=torch.ones(2, 30))
+    refused("29 columns: 30", attention_mask=torch.ones(1, 29))
+    refused("at most 16 at a time", output_attentions=True)
+    fed(model, cache, tokens, [30])
+    refused("29 columns: 30 .* or 60", attention_mask=torch.ones(1, 29))
+    refused("2 rows and the cache holds 1", input_ids=tokens.repeat(2, 1))
+    with torch.enable_grad(), pytest.raises(InputError, match="call model"):
+        model.train()(tokens, past_key_values=cache)
+    model.eval()
+    with pytest.raises(InputError, match="not attached"):
+        fed(build("llama"), cache, tokens, [30])
+    model.config._attn_implementation = "flash_attention_2"
+    refused("takes no mask", attention_mask=torch.ones(1, 30).tril(-1))
+    assert hooks(model) == 2 and cache.call is None
+
+
+@pytest.mark.parametrize("given", [{"window_length": 0}, {"num_sink_tokens": -1},
+    {"num_sink_tokens": True}], ids=str)  # fmt: skip
+def test_sizes_that_are_none(given: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(given))):
+        SinkCache(build("llama"), **given)
+
+
+def scaled(**scaling: Any) -> Any:
+    """A Llama or Phi with that rotary scaling."""
+    kind = "Phi3" if scaling.get("type") == "longrope" else "Llama"
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=6,
+        intermediate_size=56, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, original_max_position_embeddings=600,
+        rope_scaling=scaling if OLD else {"rope_theta": 10000.0, **scaling},
+    )  # fmt: skip
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def test_dynamic_scaling_is_refused_and_says_why() -> None:
+    with pytest.raises(InputError, match="depend on how long"):
+        SinkCache(scaled(rope_type="dynamic", factor=2.0), WINDOW, SINKS)
+
+
+def test_longrope_up_to_the_length_at_which_it_changes() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    more = {} if OLD else {"rope_type": "longrope", "original_max_position_embeddings": 600}
+    model = scaled(type="longrope", **factors, **more)
+    with pytest.raises(InputError, match="LongRoPE"):
+        SinkCache(model, 300, SINKS)
+    tokens = texts(900)
+    single = fed(model, SinkCache(model, 12, SINKS), tokens, [1] * 900)
+    chunks = fed(model, SinkCache(model, 12, SINKS), tokens, [900])
+    torch.testing.assert_close(single, chunks, rtol=0, atol=1e-4)
+
+
+def test_learned_positions_bound_the_cache() -> None:
+    with pytest.raises(InputError, match="64 positions"):
+        SinkCache(build("gpt2"), 62, SINKS)
+    model, tokens = build("gpt2"), texts(80)
+    want = expected("gpt2", model, tokens[0].tolist(), SINKS, 61)
+    for sizes in ([80], [1] * 80):
+        got = fed(model, SinkCache(model, 61, SINKS), tokens, sizes)[0]
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-4)
+
+
+def test_models_whose_keys_stand_nowhere_known_are_refused() -> None:
+    from ..models import build as other
+
+    for name, match in (
+        ("bart-sdpa", "encoder"), ("vit-sdpa", "no attention layers"),
+        ("qwen3-next-sdpa", "linear_attention"), ("gpt-j-eager", "neither rotary"),
+        ("gpt-neo-eager", "no attention"), ("jamba-sdpa", "kind"),
+        ("bert-sdpa", "encoder"),
+        ("llama-4-sdpa", "chunked_attention"),
+        ("deepseek-v3-sdpa", "does not explain"),
+    ):  # fmt: skip
+        if OLD and name.startswith("deepseek"):
+            continue  # there it has ordinary keys
+        with pytest.raises(InputError, match=match):
+            SinkCache(other(name)[0], WINDOW, SINKS)
+
+
+def test_layers_that_slide_say_so() -> None:
+    assert SinkCache(build("gemma-3"), 8, 3).layer_kinds == ["sliding window", "sinks + window"]
+    assert SinkCache(build("mistral"), 8, 3).layer_kinds == ["sliding window"] * 2
+    assert SinkCache(build("mistral-long"), 8, 3).layer_kinds == ["sinks + window"] * 2
+    assert "sliding, Retention(num_sink_tokens=0, window_length=5)" in repr(
+        SinkCache(build("mistral"), 8, 3).layers[0]
+    )
