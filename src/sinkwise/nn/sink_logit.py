@@ -93,10 +93,11 @@ def _check(
     is_causal: bool,
     dropout_p: float,
 ) -> None:
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
+    fit = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3]
+    if not fit or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
         raise InputError(f"q, k, v {shapes} must be [batch head token head_dim] and fit each other")
+    heads, kv_heads = q.shape[1], k.shape[1]
     if kv_heads == 0 or heads % kv_heads:
         raise InputError(
             f"{heads} heads of q must be a multiple of the {kv_heads} heads of k and v"
@@ -105,6 +106,11 @@ def _check(
         raise InputError(f"sink {tuple(sink.shape)} must be one logit for each of {heads} heads")
     if not 0.0 <= dropout_p < 1.0:
         raise InputError(f"dropout_p={dropout_p} must be at least 0 and below 1")
+    if attn_mask is not None:
+        whole = (*q.shape[:3], k.shape[2])
+        sizes = zip(attn_mask.shape, whole, strict=False)
+        if attn_mask.dim() != 4 or any(size not in (1, full) for size, full in sizes):
+            raise InputError(f"attn_mask {tuple(attn_mask.shape)} must broadcast to {whole}")
     if is_causal and attn_mask is not None:
         raise InputError("is_causal=True beside an attn_mask: put the causal order into the mask")
     if is_causal and q.shape[2] != k.shape[2]:
