@@ -1,1 +1,1 @@
-"""Modules that answer sinks: an output gate on the heads, register tokens before the sequence."""
+"""Modules that answer sinks: gates, registers, sink logits, a pathway for what all are told."""
