@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from sinkwise import checking, flexing, kernels, masks, products, provenance, unseen
 from sinkwise.errors import CaptureError
 from sinkwise.hosts.blocks import Block, LayerIndex, clean, find_blocks
+from sinkwise.nn.sink_logit import sink_attention
 from sinkwise.records import OPEN, AttentionMask, AttentionRecord, AttentionSite
 
 OnRecord = Callable[[AttentionRecord], None]
@@ -45,10 +46,10 @@ def capture(
     """While the block runs, call `on_record` once for each attention call of `model`.
 
     It sees `F.scaled_dot_product_attention`, `F.multi_head_attention_forward` (its fast path is
-    avoided) and any softmax between two products, by a torch function mode: nothing is patched.
-    Records are only valid during the callback; nothing is kept. `on_block` is called after each
-    block with (block, layer, input, output, whether the output comes straight from a norm). `sites`
-    (`hosts.attention_sites(model)`) fills `record.site`.
+    avoided), `sinkwise.sink_attention` and any softmax between two products, by a torch function
+    mode: nothing is patched. Records are only valid during the callback; nothing is kept.
+    `on_block` is called after each block with (block, layer, input, output, whether the output
+    comes straight from a norm). `sites` (`hosts.attention_sites(model)`) fills `record.site`.
 
     With `check`, each module's calls are recomputed once: a record whose fields do not give the
     model's own output (1e-4 relative to its largest entry in float32, 2e-2 in half precision)
@@ -184,6 +185,12 @@ class _CaptureMode(TorchFunctionMode):
             out, lse = kernels.run(func, call)
             self._emit_sdpa(call, out, lse)
             return out
+        if func is sink_attention:
+            out = func(*args, **kwargs)
+            q, k, v, sink = args
+            options = {key: value for key, value in kwargs.items() if key != "form"}
+            self._emit_sdpa(kernels.bind(q, k, v, **options), out, None, sink[None, :, None])
+            return out
         if flexing.is_flex(func):
             out, lse, *more = func(*args, **kwargs)
             self._outside.hold(lse)
@@ -240,7 +247,9 @@ class _CaptureMode(TorchFunctionMode):
             frame = frame.f_back
         return "", None
 
-    def _emit_sdpa(self, call: kernels.Call, out: Tensor, lse: Tensor | None) -> None:
+    def _emit_sdpa(
+        self, call: kernels.Call, out: Tensor, lse: Tensor | None, sink: Tensor | None = None
+    ) -> None:
         name, owner = self._owner()
         four = kernels.four_dimensional
         mask = AttentionMask(causal=call.is_causal)
@@ -261,6 +270,7 @@ class _CaptureMode(TorchFunctionMode):
         }
         fields = kernels.unpacked(fields, owner)
         dropped = call.dropout_p > 0
+        fields["sink_logit"] = sink
         self._emit(name, dropped, given=call.attn_mask, scale=call.scale, **fields)
 
     def _emit_eager(

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from sinkwise.attention.reference import attention
+from sinkwise.capturing import capture
 from sinkwise.errors import InputError
 from sinkwise.nn.attention import GatedAttention
 from sinkwise.records import AttentionMask
@@ -148,6 +150,50 @@ def test_drawn_from_the_generator_alone():
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert one["q_proj.weight"].std().item() == pytest.approx(0.02, rel=0.05)
     assert not torch.equal(one["q_proj.weight"], one["k_proj.weight"])
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_capture_sees_one_call_and_its_sink(softmax, padded):
+    module, x = filled(softmax=softmax, num_kv_heads=2, is_causal=True), tokens()
+    real = REAL if padded else None
+    seen = []
+
+    def keep(record):
+        again = attention(
+            record.q,
+            record.k,
+            record.v,
+            scale=record.scale,
+            mask=record.mask,
+            sink_logit=record.sink_logit,
+        )
+        close(record.out, again.out, 1e-12)
+        seen.append((record.k.shape[2], record.sink_logit))
+
+    with capture(module, keep):
+        found = module(x, real)
+    assert torch.equal(found, module(x, real))
+    ((keys, sink),) = seen
+    assert keys == 7
+    if softmax == "vanilla":
+        assert sink is None
+    else:
+        logit = torch.zeros(6) if module.sink is None else module.sink.logit.detach()
+        assert torch.equal(sink[0, :, 0], logit.double())
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+def test_autocast(softmax):
+    module, x = filled(softmax=softmax, is_causal=True).float(), tokens(dtype=torch.float32)
+    wanted = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = module(x)
+        assert found.dtype == torch.bfloat16
+        found.float().square().sum().backward()
+    # Every product rounds its inputs to 2^-9; outputs are sums of 30 products near 1.
+    assert (found.float() - wanted).abs().max() < 0.03 * wanted.abs().max()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("softmax", SOFTMAXES)

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkwise.attention.reference import attention
+from sinkwise.capturing import capture
 from sinkwise.errors import InputError
 from sinkwise.nn.sink_logit import SinkLogit, rescale, sink_attention
 from sinkwise.records import AttentionMask
@@ -268,6 +269,7 @@ def test_the_kernel_refuses_what_it_cannot_do(change, reason):
         ({"q": torch.randn(2, 5, 4)}, "fit each other"),
         ({"attn_mask": torch.zeros(5, 5)}, r"attn_mask \(5, 5\) must broadcast to \(1, 2, 5, 5\)"),
         ({"attn_mask": torch.zeros(1, 1, 5, 4)}, "must broadcast to"),
+        ({"attn_mask": torch.ones(1, 1, 5, 5).long()}, "must be bool or floating, not torch.int64"),
         ({"q": torch.randn(1, 3, 5, 4)}, "3 heads of q must be a multiple of the 2 heads"),
         ({"sink": torch.zeros(1)}, r"sink \(1,\) must be one logit for each of 2 heads"),
         ({"dropout_p": 1.0}, "dropout_p=1.0 must be at least 0 and below 1"),
@@ -296,6 +298,19 @@ def test_the_module_starts_as_softmax_one_and_learns():
     assert module.logit.grad.shape == (6,) and (module.logit.grad != 0).all()
     assert list(module.state_dict()) == ["logit"]
     assert (SinkLogit(3, init=-20.0).logit == -20).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_capture_sees_the_keys_and_the_sink_apart(form):
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return sink_attention(x, x, x, sink, is_causal=True, form=form)
+
+    layer, sink, seen = Layer(), torch.tensor([0.5, -1.0, 2.0]), []
+    with capture(layer, lambda record: seen.append((record.k.shape, record.sink_logit))):
+        layer(torch.randn(2, 3, 7, 5))
+    ((shape, logit),) = seen
+    assert shape == (2, 3, 7, 5) and torch.equal(logit[0, :, 0], sink)
 
 
 def test_unusable_modules_are_named():

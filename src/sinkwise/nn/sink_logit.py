@@ -5,6 +5,7 @@ from typing import Literal, get_args
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from sinkwise.attention.mask import is_hidden
 from sinkwise.errors import InputError
@@ -62,13 +63,27 @@ def sink_attention(
     - `rescale`: out * sigmoid(lse - sink) with torch's CPU kernel (float64, 32, 16; no dropout);
     - `column`: one more key whose score is the sink and whose value is zero, through
       F.scaled_dot_product_attention on any device. The logit is rounded to q's dtype.
-    `auto` takes `rescale` where it can.
+    `auto` takes `rescale` where it can. Neither has second derivatives on a CPU.
 
     Raises InputError where the shapes do not fit, for `is_causal` beside a mask or with another
     number of keys than queries, and for a form that cannot honour an option.
 
     Reference: OpenAI, 2025, gpt-oss, arXiv 2508.10925.
     """
+    if has_torch_function((q, k, v, sink)):  # sinkwise.capture sees one call, not what is inside
+        return handle_torch_function(
+            sink_attention,
+            (q, k, v, sink),
+            q,
+            k,
+            v,
+            sink,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            form=form,
+        )
     _check(q, k, v, sink, attn_mask, is_causal, dropout_p)
     if form not in get_args(SinkForm):
         raise InputError(f"form={form!r} must be one of {', '.join(get_args(SinkForm))}")
@@ -109,6 +124,8 @@ def _check(
     if attn_mask is not None:
         whole = (*q.shape[:3], k.shape[2])
         sizes = zip(attn_mask.shape, whole, strict=False)
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            raise InputError(f"attn_mask must be bool or floating, not {attn_mask.dtype}")
         if attn_mask.dim() != 4 or any(size not in (1, full) for size, full in sizes):
             raise InputError(f"attn_mask {tuple(attn_mask.shape)} must broadcast to {whole}")
     if is_causal and attn_mask is not None:
