@@ -5,7 +5,8 @@
 `attention` is the layer alone (projections, heads, W_O), `block` a pre-norm block with it and an
 MLP of 4 x its width, `heads` what happens between q, k, v and the heads' outputs. Ratios are
 medians over the rounds of one run in which the variants take turns, every second round backwards;
-peak memory is that of two steps above the loaded module, each in a process of its own.
+on one CPU thread they count the process's own time, which others on the machine disturb less. Peak
+memory is that of two steps above the loaded module, each in a process of its own.
 """
 
 import argparse
@@ -139,21 +140,24 @@ def variants_of(level: str, shape: Shape) -> list[str]:
     return [name for name in LAYERS if name != "global pathway" or not shape.is_causal]
 
 
-def timings(level: str, shape: Shape, rounds: int, device: str) -> dict[str, float]:
+def timings(level: str, shape: Shape, options: argparse.Namespace) -> dict[str, float]:
     """Median seconds of the plain step; median ratios of the others to it, round by round."""
     import torch
 
+    rounds, device = options.rounds, options.device
+    alone = device == "cpu" and options.threads == 1
+    clock = time.process_time if alone else time.perf_counter
     names = variants_of(level, shape)
     steps = {name: step_of(level, name, shape, device) for name in names}
     taken: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for name in names if turn % 2 else reversed(names):
-            start = time.perf_counter()
+            start = clock()
             steps[name]()
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
             if turn:  # the first round warms up
-                taken[name].append(time.perf_counter() - start)
+                taken[name].append(clock() - start)
     plain = taken["plain"]
     return {
         name: statistics.median(
@@ -191,7 +195,7 @@ def table(level: str, options: argparse.Namespace) -> list[str]:
     lines = [head, "|---" * (2 * len(names) + 1) + "|"]
     print("\n".join(lines), flush=True)
     for title, shape in SHAPES.items():
-        found = timings(level, shape, options.rounds, options.device)
+        found = timings(level, shape, options)
         peaks = {name: peak_mib(level, name, title, options) for name in found}
         cells = [f"{found['plain'] * 1e3:.0f}"]
         cells += [f"{found[name]:.2f} x" if name in found else "-" for name in names[1:]]

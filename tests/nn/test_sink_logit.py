@@ -211,6 +211,15 @@ def test_no_map_is_made(form, causal):
     assert largest.count >= 509 * 509
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_second_derivatives_are_refused(form):
+    q, k, v = (torch.randn(1, 1, 5, 8, requires_grad=True) for _ in range(3))
+    out = sink_attention(q, k, v, torch.zeros(1), form=form)
+    with pytest.raises(RuntimeError, match=r"no second derivatives|not implemented"):
+        (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        grad.sum().backward()
+
+
 def test_dropout_takes_the_column():
     case = make(sink=0.0, query=40, **WIDE)
     ones = torch.ones_like(case.v)

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -65,8 +64,10 @@ class RescaledAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # once_differentiable would stay silent where grad_out itself asks for no gradient.
+            raise RuntimeError("form='rescale' of sink_attention has no second derivatives")
         q, k, v, out, lse, sink_share, bias = ctx.saved_tensors
         grads = _backward(
             grad_out, q, k, v, out, lse, 0.0, ctx.is_causal, attn_mask=bias, scale=ctx.scale
