@@ -69,6 +69,24 @@ def test_a_mask_of_one_row_and_one_key(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_the_lowest_value_hides(form):
+    case = make(sink=-math.inf, query=5, **WIDE)
+    mask = torch.zeros(1, 1, 5, 1, dtype=torch.float32)
+    mask[:, :, 2] = torch.finfo(torch.float32).min
+    out = run(case, form, attn_mask=mask)
+    assert (out[:, :, 2] == 0).all() and (out[:, :, 1] != 0).any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_laid_out_another_way(form):
+    case = make(sink="per head", query=9, head_dim=9, value_dim=9)
+    q, k, v = (tensor.mT.contiguous().mT for tensor in (case.q, case.k, case.v))
+    assert q.stride(-1) != 1
+    found = sink_attention(q, k, v, case.sink_logit[0, :, 0], scale=case.scale, form=form)
+    close(found, case.expected[1], 1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sink", SOME_SINKS)
 def test_queries_without_keys(form, sink):
     case = make(allowed="blank", sink=sink, **WIDE)
@@ -132,10 +150,14 @@ def test_gradients_of_the_pure_rescaling():
     plain = attention(case.q, case.k, case.v, scale=case.scale)
     tensors = (plain.out, plain.lse, case.sink_logit[0, :, 0])
     assert torch.autograd.gradcheck(rescale, [tensor.requires_grad_() for tensor in tensors])
-    out = torch.randn(1, 1, 2, 3, requires_grad=True)
+    out = torch.randn(1, 1, 2, 3)
+    out[:, :, 0] = math.nan  # what softmax makes of a row without keys
+    out.requires_grad_()
     lse = torch.tensor([[[-math.inf, 0.5]]], requires_grad=True)
     sink = torch.zeros(1, requires_grad=True)
-    grads = torch.autograd.grad(rescale(out, lse, sink)[0].sum(), (out, lse, sink))
+    scaled = rescale(out, lse, sink)[0]
+    assert (scaled[0, 0, 0] == 0).all()
+    grads = torch.autograd.grad(scaled.sum(), (out, lse, sink))
     assert all(torch.isfinite(grad).all() for grad in grads)
     assert (grads[0][0, 0, 0] == 0).all() and (grads[0][0, 0, 1] != 0).all()
 

@@ -29,11 +29,11 @@ def rescale(
     Reference: OpenAI, 2025, gpt-oss, arXiv 2508.10925.
     """
     logit = sink.to(lse.dtype)[:, None]
-    # -inf - (-inf) is no number: where there is no key the share is 0 whatever the sink.
+    # -inf - (-inf) is no number, and some kernels' output for a query without keys is none either.
     empty = lse == -torch.inf
-    share = torch.sigmoid(lse.masked_fill(empty, 0.0) - logit).masked_fill(empty, 0.0)
-    scaled = out.masked_fill(empty[..., None], 0.0) * share[..., None]
-    joint = torch.logaddexp(lse.masked_fill(empty, 0.0), logit)
+    lse = lse.masked_fill(empty, 0.0)
+    scaled = out.masked_fill(empty[..., None], 0.0) * torch.sigmoid(lse - logit)[..., None]
+    joint = torch.logaddexp(lse, logit)
     return scaled.to(out.dtype), torch.where(empty, logit, joint)
 
 
