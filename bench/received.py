@@ -11,14 +11,14 @@ import os
 import platform
 import statistics
 import time
-from pathlib import Path
+
+from common import write_table
 
 SHAPES = {
     "batch 4, 12 heads, 197 tokens": (4, 12, 12, 197, False),
     "batch 1, 12 heads, 1370 tokens": (1, 12, 12, 1370, False),
     "8 heads on 4, 4096 tokens, causal": (1, 8, 4, 4096, True),
 }
-README = Path(__file__).parent / "README.md"
 
 
 def measure(
@@ -92,11 +92,7 @@ def main() -> None:
         print(line, flush=True)
         lines.append(line)
     if options.write:
-        head, _, tail = README.read_text(encoding="utf-8").partition("<!-- received -->\n")
-        rest = tail.partition("<!-- /received -->")[2]
-        table = "\n".join(lines)
-        text = f"{head}<!-- received -->\n{table}\n<!-- /received -->{rest}"
-        README.write_text(text, encoding="utf-8")
+        write_table("received", lines)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from common import peak_growth_mib, write_table
+
 VARIANTS = ("plain", "eager", "caching", "scan", "screen")
-HERE = Path(__file__).parent
 
 
 def vit(size: int, patch: int, batch: int) -> tuple[Any, Any]:
@@ -159,29 +159,11 @@ def peak_mib(case: str, variant: str, options: argparse.Namespace) -> float:
 
 def measure_memory(case: str, variant: str, device: str) -> None:
     """Print the MiB by which the process's peak grows while a variant runs."""
-    import torch
-
     import sinkwise.scanning  # noqa: F401  imports are no part of the measurement
 
     model, batch = _on(device, *CASES[case]())
     model.set_attn_implementation("eager" if variant == "eager" else "sdpa")
-    if device.startswith("cuda"):
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run(variant, model, batch, 2)
-        print((torch.cuda.max_memory_allocated() - before) / 2**20)
-        return
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
-    before = _status_kib("VmRSS")
-    run(variant, model, batch, 2)
-    print((_status_kib("VmHWM") - before) / 1024)
-
-
-def _status_kib(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {field}: peak memory is measured on Linux only")
+    print(peak_growth_mib(lambda: run(variant, model, batch, 2), device))
 
 
 def main() -> None:
@@ -230,11 +212,7 @@ def main() -> None:
         print(line, flush=True)
         lines.append(line)
     if options.write:
-        readme = HERE / "README.md"
-        head, _, tail = readme.read_text(encoding="utf-8").partition("<!-- scan -->\n")
-        rest = tail.partition("<!-- /scan -->")[2]
-        table = "\n".join(lines)
-        readme.write_text(f"{head}<!-- scan -->\n{table}\n<!-- /scan -->{rest}", encoding="utf-8")
+        write_table("scan", lines)
 
 
 if __name__ == "__main__":

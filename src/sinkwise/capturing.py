@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from sinkwise import checking, dropped, flexing, kernels, masks, products, provenance, unseen
 from sinkwise.errors import CaptureError
 from sinkwise.hosts.blocks import Block, LayerIndex, clean, find_blocks
+from sinkwise.nested import is_stream, leaves
+from sinkwise.nn.sink_logit import sink_attention
 from sinkwise.records import OPEN, AttentionMask, AttentionRecord, AttentionSite
 from sinkwise.sunk import Behind, Scaled
 
@@ -46,10 +48,10 @@ def capture(
     """While the block runs, call `on_record` once for each attention call of `model`.
 
     It sees `F.scaled_dot_product_attention`, `F.multi_head_attention_forward` (its fast path is
-    avoided) and any softmax between two products, by a torch function mode: nothing is patched.
-    Records are only valid during the callback; nothing is kept. `on_block` is called after each
-    block with (block, layer, input, output, whether the output comes straight from a norm). `sites`
-    (`hosts.attention_sites(model)`) fills `record.site`.
+    avoided), `sinkwise.sink_attention` and any softmax between two products, by a torch function
+    mode: nothing is patched. Records are only valid during the callback; nothing is kept.
+    `on_block` is called after each block with (block, layer, input, output, whether the output
+    comes straight from a norm). `sites` (`hosts.attention_sites(model)`) fills `record.site`.
 
     With `check`, each module's calls are recomputed once: a record whose fields do not give the
     model's own output (1e-4 relative to its largest entry in float32, 2e-2 in half precision)
@@ -139,7 +141,7 @@ class _CaptureMode(TorchFunctionMode):
         """Remember a block's input, the residual stream."""
         if _in_backward():
             return
-        tensors = [t for t in _flat((args, kwargs)) if _is_stream(t)]
+        tensors = [t for t in leaves((args, kwargs)) if is_stream(t)]
         self._inputs.append((block, tensors[0] if tensors else None))
         self._ran[block.name] = block
 
@@ -157,7 +159,7 @@ class _CaptureMode(TorchFunctionMode):
                 break
         layer = self._index.layer(block.name, self._runs.get(block.name, 0))
         self._runs[block.name] = self._runs.get(block.name, 0) + 1
-        after = next((t for t in _flat(out) if _is_stream(t)), None)
+        after = next((t for t in leaves(out) if is_stream(t)), None)
         if on_block is not None and before is not None and after is not None:
             normed = self._normed is not None and self._normed() is after
             with torch.no_grad():
@@ -195,6 +197,12 @@ class _CaptureMode(TorchFunctionMode):
             call = kernels.bind(*args, **kwargs)
             out, lse = kernels.run(func, call)
             self._emit_sdpa(call, out, lse)
+            return out
+        if func is sink_attention:
+            out = func(*args, **kwargs)
+            q, k, v, sink = args
+            options = {key: value for key, value in kwargs.items() if key != "form"}
+            self._emit_sdpa(kernels.bind(q, k, v, **options), out, None, sink[None, :, None])
             return out
         if flexing.is_flex(func):
             out, lse, *more = func(*args, **kwargs)
@@ -274,7 +282,9 @@ class _CaptureMode(TorchFunctionMode):
         self._behind.hold(lse, call, factor=flexing.LSE_UNIT, strict=True)
         self._behind.wait(call, out, emit)
 
-    def _emit_sdpa(self, call: kernels.Call, out: Tensor, lse: Tensor | None) -> None:
+    def _emit_sdpa(
+        self, call: kernels.Call, out: Tensor, lse: Tensor | None, sink: Tensor | None = None
+    ) -> None:
         self._behind.flush()
         name, owner = self._owner()
         four = kernels.four_dimensional
@@ -295,6 +305,7 @@ class _CaptureMode(TorchFunctionMode):
             "lse": None if lse is None else lse.reshape(four(call.query).shape[:3]),
         }
         fields = kernels.unpacked(fields, owner)
+        fields["sink_logit"] = sink
         self._look(name, owner, fields["q"].shape[1])
         self._emit(name, call.dropout_p > 0, given=call.attn_mask, scale=call.scale, **fields)
 
@@ -381,18 +392,3 @@ class _CaptureMode(TorchFunctionMode):
 def _in_backward() -> bool:
     """True while autograd runs: checkpointed layers are computed again then."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _is_stream(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() >= 3 and value.is_floating_point()
-
-
-def _flat(out: Any) -> Iterator[Any]:
-    if isinstance(out, tuple | list):
-        for part in out:
-            yield from _flat(part)
-    elif isinstance(out, dict):
-        for part in out.values():
-            yield from _flat(part)
-    else:
-        yield out

@@ -1,1 +1,1 @@
-"""Modules and masks for training: the output gate, registers, a sink token."""
+"""Modules that answer sinks: gates, registers, sink logits and tokens, a global pathway, masks."""
