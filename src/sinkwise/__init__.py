@@ -9,7 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "load": "hosts.load",
+    "load": "mitigations.loading",
     "text": "data.text",
     "images": "data.images",
     "scan": "scanning",

@@ -5,6 +5,7 @@ import typer
 from sinkwise.commands import synthetic
 from sinkwise.commands.demo import demo
 from sinkwise.commands.diagnose import diagnose
+from sinkwise.commands.mitigate import mitigate
 
 app = typer.Typer(
     help="Find attention sinks, tell which mechanism each is, and what answers it.",
@@ -14,6 +15,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(diagnose)
+app.command()(mitigate)
 app.add_typer(synthetic.app, name="synthetic")
 
 

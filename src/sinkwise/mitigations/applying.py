@@ -1,12 +1,17 @@
 """`mitigate`: mitigations put into a model in place, and the handle that takes them out again."""
 
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
 
 from sinkwise.errors import InputError
 from sinkwise.mitigations.base import Mitigation, Part
+from sinkwise.mitigations.saving import save
 
 ATTRIBUTE = "_sinkwise_mitigated"
 """Where a mitigated model carries its handle: a copy of the model then has a handle of its own."""
@@ -18,6 +23,7 @@ class Mitigated:
     def __init__(self, model: nn.Module, mitigations: tuple[Mitigation, ...]) -> None:
         self.model = model
         self.mitigations = mitigations
+        self._plain = {name: value.shape for name, value in model.state_dict().items()}
         self._parts: list[Part] = []
 
     def undo(self) -> None:
@@ -30,6 +36,19 @@ class Mitigated:
             raise InputError(f"undo() was called before: {type(self.model).__name__} is plain")
         self._take_out()
         del self.model.__dict__[ATTRIBUTE]
+
+    def save(
+        self, folder: str | os.PathLike[str], *, timm_options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write the model with its mitigations as a folder, whole or not at all; `sw.load` and
+        `sinkwise diagnose` read it. The weights are one safetensors file whose metadata say which
+        mitigations are in it and which model it is; the model's own tokenizer goes along.
+
+        timm's models are built again by `timm.create_model`; `timm_options` are what it was given
+        beside the name, where that is more than number of classes and pooling. Raises InputError
+        where the model could not be built again, or the folder holds something already.
+        """
+        save(self.model, self.mitigations, self._plain, Path(folder), timm_options)
 
     def _take_out(self) -> None:
         while self._parts:

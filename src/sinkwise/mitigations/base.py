@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +56,7 @@ class Forward(Part):
             self._owner.forward = self._before
 
 
+@dataclass(frozen=True)
 class Mitigation(ABC):
     """Describes a mitigation; a frozen dataclass whose fields are numbers and words."""
 

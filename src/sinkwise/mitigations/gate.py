@@ -172,7 +172,7 @@ def _place(
     path: str, attention: nn.Module, site: AttentionSite, holders: dict[int, nn.Module]
 ) -> _Place:
     projection = None if site.o is None else holders.get(site.o.untyped_storage().data_ptr())
-    if site.o is None or projection is None:
+    if site.q is None or site.o is None or projection is None:
         raise InputError(f"no gate fits {path!r}: its output projection is no plain linear map")
     heads, head_dim, in_dim = site.q.shape
     rows = getattr(getattr(attention, "q_proj", None), "out_features", heads * head_dim)

@@ -1,0 +1,66 @@
+"""`sinkwise mitigate`: put a gate into a model, and save it."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sinkwise.commands.common import mistakes
+from sinkwise.errors import InputError
+
+
+def mitigate(
+    model: Annotated[str, typer.Argument(help="hf:NAME, timm:NAME, pypi:NAME or a local folder.")],
+    out: Annotated[Path, typer.Option(help="A new folder for the model.")],
+    gate: Annotated[
+        str | None, typer.Option(help="elementwise or headwise: a gate before each W_O.")
+    ] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(help="The gate's start: identity (default; outputs stay) or paper."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides the random values.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of words.")
+    ] = False,
+) -> None:
+    """Put what answers a sink into MODEL, ready to be trained, and save it in a new folder."""
+    with mistakes():
+        from sinkwise.files import check_new
+        from sinkwise.mitigations.applying import mitigate as put_in
+        from sinkwise.mitigations.base import Mitigation
+        from sinkwise.mitigations.gate import Gate
+        from sinkwise.mitigations.loading import load
+
+        chosen: list[Mitigation] = []
+        if gate is not None:
+            chosen.append(Gate(gate, init or "identity"))  # type: ignore[arg-type]
+        elif init is not None:
+            raise InputError(f"--init {init} is for a --gate, and none was given")
+        if not chosen:
+            raise InputError("give what to put in: --gate elementwise")
+        check_new(out)
+        module = load(model, dtype=dtype)
+        before = sum(parameter.numel() for parameter in module.parameters())
+        handle = put_in(module, *chosen, seed=seed)
+        handle.save(out)
+        added = sum(parameter.numel() for parameter in module.parameters()) - before
+        facts = {
+            "model": model,
+            "mitigations": [repr(one) for one in chosen],
+            "parameters": before,
+            "parameters_added": added,
+            "out": str(out),
+        }
+        typer.echo(json.dumps(facts) if as_json else _words(facts))
+
+
+def _words(facts: dict) -> str:
+    share = 100 * facts["parameters_added"] / facts["parameters"]
+    return (
+        f"{facts['model']}: {', '.join(facts['mitigations'])}, {facts['parameters_added']:,} new "
+        f"parameters ({share:.1f}%).\nSaved in {facts['out']}/: train it "
+        f"(sinkwise.load({facts['out']!r})), then sinkwise diagnose {facts['out']}."
+    )

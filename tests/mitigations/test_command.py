@@ -1,0 +1,83 @@
+"""`sinkwise mitigate`, run as a user runs it, and what `sinkwise diagnose` makes of its folder."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+import sinkwise as sw
+from sinkwise.mitigations.gate import Gate
+from tests.tokenizers import word_tokenizer
+
+WORDS = ["the", "sink", "draws", "attention", "from", "every", "query"]
+
+
+def sinkwise(*arguments, cwd):
+    """Run the command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "sinkwise", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mitigate")
+    torch.manual_seed(0)
+    tokenizer = word_tokenizer(WORDS)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=24, intermediate_size=40, num_hidden_layers=2,
+        num_attention_heads=3, max_position_embeddings=64,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(root / "bert")
+    tokenizer.save_pretrained(root / "bert")
+    (root / "book.txt").write_text(" ".join(WORDS * 60))
+    return root
+
+
+def test_a_mitigated_model_is_saved_and_diagnosed(folder):
+    done = sinkwise("mitigate", "bert", "--gate", "headwise", "--out", "gated", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    # Two layers, three heads: a row of 24 weights and a bias each.
+    assert "150 new parameters" in done.stdout
+    assert sw.mitigated(sw.load(folder / "gated")).mitigations == (Gate("headwise"),)
+    done = sinkwise("diagnose", "gated", "--text", "book.txt", "--samples", 2, "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["sites_unknown"] == [] and facts["samples"] == 2
+
+
+def test_as_json(folder):
+    done = sinkwise(
+        "mitigate", "bert", "--gate", "elementwise", "--init", "paper", "--out", "paper", "--json",
+        cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["parameters_added"] == 2 * (24 * 24 + 24)
+    assert facts["mitigations"] == ["Gate(kind='elementwise', init='paper')"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--out", "new"), "give what to put in"),
+        (("--init", "paper", "--out", "new"), "--init paper is for a --gate"),
+        (("--gate", "open", "--out", "new"), "kind='open' is none of elementwise, headwise"),
+        (("--gate", "headwise", "--init", "x", "--out", "new"), "init='x' is none of"),
+        (("--gate", "headwise", "--out", "bert"), "is not empty"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(folder, arguments, word):
+    done = sinkwise("mitigate", "bert", *arguments, cwd=folder)
+    assert done.returncode == 2
+    assert word in done.stderr and done.stderr.count("\n") == 1
+    assert not (folder / "new").exists()
