@@ -35,6 +35,7 @@ _EXPORTS = {
     "mitigated": "mitigations.applying",
     "Mitigated": "mitigations.applying",
     "Gate": "mitigations.gate",
+    "Registers": "mitigations.registers",
     "check_model": "conformance",
     "Verdict": "verdict",
     "SinkwiseError": "errors",

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from sinkwise import checking, flexing, kernels, masks, products, provenance, unseen
 from sinkwise.errors import CaptureError
 from sinkwise.hosts.blocks import Block, LayerIndex, clean, find_blocks
+from sinkwise.hosts.hidden import whole
 from sinkwise.records import OPEN, AttentionMask, AttentionRecord, AttentionSite
 
 OnRecord = Callable[[AttentionRecord], None]
@@ -154,7 +155,7 @@ class _CaptureMode(TorchFunctionMode):
         if on_block is not None and before is not None and after is not None:
             normed = self._normed is not None and self._normed() is after
             with torch.no_grad():
-                on_block(block, layer, before, after, normed)
+                on_block(block, layer, whole(before), whole(after), normed)
 
     def forget(self) -> None:
         """Let go of every tensor."""
@@ -306,7 +307,8 @@ class _CaptureMode(TorchFunctionMode):
         fields["mask"] = self._masks.read(fields["mask"], given, fields["q"], fields["k"])
         residual = None
         if self._inputs and self._inputs[-1][0] is block:
-            residual = self._inputs[-1][1]
+            before = self._inputs[-1][1]
+            residual = None if before is None else whole(before)
             queries, batch = fields["q"].shape[2], fields["q"].shape[0]
             if residual is not None and residual.shape[:2] != (batch, queries):
                 residual = None

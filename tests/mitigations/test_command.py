@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 
+import polars as pl
 import pytest
 import torch
 from transformers import BertConfig, BertModel
 
 import sinkwise as sw
 from sinkwise.mitigations.gate import Gate
+from sinkwise.mitigations.registers import Registers
 from tests.tokenizers import word_tokenizer
 
 WORDS = ["the", "sink", "draws", "attention", "from", "every", "query"]
@@ -44,15 +46,20 @@ def folder(tmp_path_factory):
 
 
 def test_a_mitigated_model_is_saved_and_diagnosed(folder):
-    done = sinkwise("mitigate", "bert", "--gate", "headwise", "--out", "gated", cwd=folder)
+    done = sinkwise(
+        "mitigate", "bert", "--gate", "headwise", "--registers", 4, "--out", "gated", cwd=folder
+    )
     assert done.returncode == 0, done.stderr
-    # Two layers, three heads: a row of 24 weights and a bias each.
-    assert "150 new parameters" in done.stdout
-    assert sw.mitigated(sw.load(folder / "gated")).mitigations == (Gate("headwise"),)
+    # Two layers, three heads: a row of 24 weights and a bias each; four tokens of 24 numbers.
+    assert "246 new parameters" in done.stdout
+    loaded = sw.mitigated(sw.load(folder / "gated"))
+    assert loaded.mitigations == (Gate("headwise"), Registers(4))
     done = sinkwise("diagnose", "gated", "--text", "book.txt", "--samples", 2, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["sites_unknown"] == [] and facts["samples"] == 2
+    layers = pl.read_parquet(folder / "scan" / "layers.parquet")
+    assert (layers["received_register"] > 0).all()
 
 
 def test_as_json(folder):
@@ -74,6 +81,7 @@ def test_as_json(folder):
         (("--gate", "open", "--out", "new"), "kind='open' is none of elementwise, headwise"),
         (("--gate", "headwise", "--init", "x", "--out", "new"), "init='x' is none of"),
         (("--gate", "headwise", "--out", "bert"), "is not empty"),
+        (("--registers", "0", "--out", "new"), "count=0 must be at least 1"),
     ],
 )
 def test_a_mistake_is_one_clear_line(folder, arguments, word):

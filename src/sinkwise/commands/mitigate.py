@@ -1,4 +1,4 @@
-"""`sinkwise mitigate`: put a gate into a model, and save it."""
+"""`sinkwise mitigate`: put gates and registers into a model, and save it."""
 
 import json
 from pathlib import Path
@@ -20,6 +20,9 @@ def mitigate(
         str | None,
         typer.Option(help="The gate's start: identity (default; outputs stay) or paper."),
     ] = None,
+    registers: Annotated[
+        int | None, typer.Option(help="Learned tokens in front, for models that look both ways.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides the random values.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     as_json: Annotated[
@@ -33,14 +36,17 @@ def mitigate(
         from sinkwise.mitigations.base import Mitigation
         from sinkwise.mitigations.gate import Gate
         from sinkwise.mitigations.loading import load
+        from sinkwise.mitigations.registers import Registers
 
         chosen: list[Mitigation] = []
         if gate is not None:
             chosen.append(Gate(gate, init or "identity"))  # type: ignore[arg-type]
         elif init is not None:
             raise InputError(f"--init {init} is for a --gate, and none was given")
+        if registers is not None:
+            chosen.append(Registers(registers))
         if not chosen:
-            raise InputError("give what to put in: --gate elementwise")
+            raise InputError("give what to put in: --gate elementwise, --registers 4, or both")
         check_new(out)
         module = load(model, dtype=dtype)
         before = sum(parameter.numel() for parameter in module.parameters())

@@ -16,9 +16,10 @@ from sinkwise.hosts.source import ImagePreprocessing, Source, register
 from sinkwise.mitigations.applying import mitigate
 from sinkwise.mitigations.base import Mitigation
 from sinkwise.mitigations.gate import Gate
+from sinkwise.mitigations.registers import Registers
 from sinkwise.mitigations.saving import FORMAT, KEY, WEIGHTS
 
-MITIGATIONS: dict[str, type[Mitigation]] = {kind.name: kind for kind in (Gate,)}
+MITIGATIONS: dict[str, type[Mitigation]] = {kind.name: kind for kind in (Gate, Registers)}
 """What a folder may say is in its model."""
 
 
