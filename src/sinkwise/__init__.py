@@ -36,6 +36,8 @@ _EXPORTS = {
     "Mitigated": "mitigations.applying",
     "Gate": "mitigations.gate",
     "Registers": "mitigations.registers",
+    "RegisterNeurons": "mitigations.neurons",
+    "find_register_neurons": "mitigations.finding",
     "check_model": "conformance",
     "Verdict": "verdict",
     "SinkwiseError": "errors",

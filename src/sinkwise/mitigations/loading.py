@@ -16,10 +16,13 @@ from sinkwise.hosts.source import ImagePreprocessing, Source, register
 from sinkwise.mitigations.applying import mitigate
 from sinkwise.mitigations.base import Mitigation
 from sinkwise.mitigations.gate import Gate
+from sinkwise.mitigations.neurons import RegisterNeurons
 from sinkwise.mitigations.registers import Registers
 from sinkwise.mitigations.saving import FORMAT, KEY, WEIGHTS
 
-MITIGATIONS: dict[str, type[Mitigation]] = {kind.name: kind for kind in (Gate, Registers)}
+MITIGATIONS: dict[str, type[Mitigation]] = {
+    kind.name: kind for kind in (Gate, Registers, RegisterNeurons)
+}
 """What a folder may say is in its model."""
 
 
@@ -79,19 +82,23 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _image(facts: dict[str, Any] | None) -> ImagePreprocessing | None:
-    """The preprocessing, whose tuples JSON has made lists of."""
     if facts is None:
         return None
-    return ImagePreprocessing(**{**facts, "mean": tuple(facts["mean"]), "std": tuple(facts["std"])})
+    return ImagePreprocessing(**{key: _tuples(value) for key, value in facts.items()})
 
 
 def _mitigation(facts: dict[str, Any]) -> Mitigation:
     """A mitigation from its name and its fields."""
-    fields = {key: value for key, value in facts.items() if key != "name"}
+    fields = {key: _tuples(value) for key, value in facts.items() if key != "name"}
     if facts.get("name") not in MITIGATIONS:
         known = ", ".join(MITIGATIONS)
         raise InputError(f"mitigation {facts.get('name')!r} is none of {known}")
     return MITIGATIONS[facts["name"]](**fields)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples they were."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _fill(

@@ -110,7 +110,7 @@ def lengthen(model: nn.Module, registers: Registers, parts: list[Part]) -> None:
     """Put `registers` in front of the sequence that the blocks of `model` see."""
     blocks = one_tower(model)
     if hasattr(model, CHILD):
-        raise InputError(f"{type(model).__name__} has {CHILD!r} already: undo() takes them out")
+        raise InputError(f"{type(model).__name__} has {CHILD!r} already; one kind of them is right")
     weight = next(blocks[0].module.parameters())
     registers.to(device=weight.device, dtype=weight.dtype)
     parts.append(Child(model, CHILD, registers))
