@@ -8,11 +8,15 @@ import sys
 import polars as pl
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from PIL import Image
+from transformers import BertConfig, BertModel, Dinov2Config, Dinov2Model
 
 import sinkwise as sw
+from sinkwise.hosts.load import IMAGENET_MEAN, IMAGENET_STD
+from sinkwise.hosts.source import ImagePreprocessing
 from sinkwise.mitigations.gate import Gate
 from sinkwise.mitigations.registers import Registers
+from tests.mitigations.test_neurons import BLOCK, NEURON, plant_in
 from tests.tokenizers import word_tokenizer
 
 WORDS = ["the", "sink", "draws", "attention", "from", "every", "query"]
@@ -42,6 +46,20 @@ def folder(tmp_path_factory):
     BertModel(config).save_pretrained(root / "bert")
     tokenizer.save_pretrained(root / "bert")
     (root / "book.txt").write_text(" ".join(WORDS * 60))
+    vision = Dinov2Config(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, image_size=56, patch_size=14
+    )
+    model = Dinov2Model(vision).eval()
+    (root / "photos").mkdir()
+    for index in range(3):
+        picture = Image.new("RGB", (56, 56), (40 * index, 90, 120))
+        picture.paste((255, 255, 255), (14, 14, 28, 28))
+        picture.save(root / "photos" / f"{index}.png")
+    model.save_pretrained(root / "vit")
+    pictures = sw.images(root / "photos", samples=3, batch_size=3)
+    (x,) = pictures.batches(ImagePreprocessing(56, IMAGENET_MEAN, IMAGENET_STD))
+    plant_in(model, x, [5, 5, 5])
+    model.save_pretrained(root / "planted")
     return root
 
 
@@ -73,6 +91,19 @@ def test_as_json(folder):
     assert facts["mitigations"] == ["Gate(kind='elementwise', init='paper')"]
 
 
+def test_a_test_time_register(folder):
+    arguments = ("--test-time-register", "--images", "photos", "--samples", 3)
+    done = sinkwise("mitigate", "vit", *arguments, "--out", "none", cwd=folder)
+    assert done.returncode == 2 and "vit needs no test-time register: " in done.stderr
+    assert not (folder / "none").exists()
+    done = sinkwise("mitigate", "planted", *arguments, "--out", "moved", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = sw.mitigated(sw.load(folder / "moved")).mitigations[0]
+    assert found.neurons[0] == (BLOCK, NEURON) and found.prefix == 1
+    done = sinkwise("diagnose", "moved", "--images", "photos", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -81,6 +112,9 @@ def test_as_json(folder):
         (("--gate", "open", "--out", "new"), "kind='open' is none of elementwise, headwise"),
         (("--gate", "headwise", "--init", "x", "--out", "new"), "init='x' is none of"),
         (("--gate", "headwise", "--out", "bert"), "is not empty"),
+        (("--test-time-register", "--out", "new"), "go together"),
+        (("--gate", "headwise", "--samples", "3", "--out", "new"), "--samples 3 is for --images"),
+        (("--images", "photos", "--gate", "headwise", "--out", "new"), "go together"),
         (("--registers", "0", "--out", "new"), "count=0 must be at least 1"),
     ],
 )

@@ -72,16 +72,21 @@ def pictures(name, batch=4, bright=9.0):
 
 
 def plant(name):
-    """A model whose neuron (BLOCK, NEURON) writes a huge vector at the bright patch of a picture.
+    """A model, the pictures, and the number of tokens before its patches."""
+    model, (x, places) = MODELS[name](), pictures(name)
+    return model, x, plant_in(model, x, places)
+
+
+def plant_in(model, x, places):
+    """Make neuron (BLOCK, NEURON) write a huge vector at the bright patch of each picture.
 
     The neuron looks along the difference between the normed streams of bright and dark patches.
     """
-    model = MODELS[name]()
-    x, places = pictures(name)
     prefix = token_layout(model, x).codes[0].tolist().index(KINDS.index("patch"))
     layer = down_projections(model)[BLOCK]
+    mlp = owner(model, layer)
     inner = next(
-        module for module in owner(model, layer).modules()
+        module for module in mlp.modules()
         if isinstance(module, nn.Linear) and module.out_features >= layer.in_features
     )  # fmt: skip
     seen = {}
@@ -100,10 +105,9 @@ def plant(name):
         inner.weight[NEURON] = gain * direction
         inner.bias[NEURON] = -gain * middle
         layer.weight[:, NEURON] = torch.randn(layer.out_features) * 40
-        if name == "DINOv2 gated":
-            up = owner(model, layer).up_proj
-            up.weight[NEURON], up.bias[NEURON] = 0, 1.0
-    return model, x, prefix
+        if hasattr(mlp, "up_proj"):
+            mlp.up_proj.weight[NEURON], mlp.up_proj.bias[NEURON] = 0, 1.0
+    return prefix
 
 
 def owner(model, layer):
