@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import sinkwise as sw
 from sinkwise.conformance import check_model
@@ -185,6 +186,17 @@ def test_checkpointing_computes_the_same_gradients(name):
     assert found[0].keys() == found[1].keys()
     for name, grad in found[0].items():
         torch.testing.assert_close(grad, found[1][name])
+
+
+def test_reentrant_checkpointing_is_refused():
+    """It hands on copies, and no gradient would reach the registers."""
+    model, _ = build("timm-vit-sdpa")
+    mitigate(model, Registers(COUNT))
+    x = torch.randn(2, 16, 40, requires_grad=True) * 1
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=True)
+    with pytest.raises(InputError, match=r"'blocks.1' was given other.*use_reentrant=False"):
+        x.sum().backward()
 
 
 def test_lost_registers_are_an_error_not_a_shorter_sequence():
