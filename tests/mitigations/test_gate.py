@@ -262,6 +262,15 @@ def test_unusable_arguments_are_named(given, words):
         mitigate(model, *given)
 
 
+def test_what_is_no_model_with_weights_is_named():
+    with pytest.raises(Exception, match=r"minilm-l6|is a str"):  # by its type first
+        mitigate("pypi:minilm-l6", Gate())
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    with pytest.raises(InputError, match="Linear has no weights yet"):
+        mitigate(model, Gate())
+
+
 @pytest.mark.parametrize("options", [{"kind": "open"}, {"init": "zero"}])
 def test_unusable_settings_are_named(options):
     with pytest.raises(Exception, match=next(iter(options.values()))):

@@ -282,6 +282,7 @@ def test_a_scan_counts_them_as_registers():
         ("dinov3-sdpa", "is a DINOv3ViTLayer.*positions added before the first block"),
         ("timm-eva-02-sdpa", "is a EvaBlock"),
         ("timm-swin-sdpa", "several places"),
+        ("timm-beit-sdpa", "'blocks.0' is a Block"),
         ("beit-sdpa", "is a BeitLayer"),
     ],
 )
@@ -291,6 +292,19 @@ def test_what_takes_no_registers_is_named_and_left_alone(name, words):
     with pytest.raises(InputError, match=words):
         mitigate(model, Gate(), Registers(COUNT))
     assert state_of(model) == before
+
+
+def test_one_tower_of_two():
+    """Registers in the vision tower are in the layout of pictures, not of the text beside them."""
+    model, inputs = build("clip-sdpa")
+    text = {"input_ids": inputs["input_ids"]}
+    before = token_layout(model, text).length
+    mitigate(model.vision_model, Registers(COUNT))
+    keys = set()
+    with sw.capture(model, lambda record: keys.add(record.k.shape[2])):
+        outputs(model, inputs)
+    assert keys == {before, token_layout(model, {"pixel_values": inputs["pixel_values"]}).length}
+    assert token_layout(model, text).length == before
 
 
 def test_causal_towers_of_known_blocks_are_refused():

@@ -25,15 +25,25 @@ def token_layout(model: nn.Module, batch: Any, tokenizer: Any | None = None) -> 
     ids = _find(batch, ("input_ids",), 2, floating=False)
     if ids is not None:
         mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-        layout: TokenLayout | None = _text(model, ids, mask, tokenizer)
-    else:
-        layout = None if pixels is None else _image(model, pixels)
-    return None if layout is None else _after_registers(model, layout)
+        return _after_registers(model, _text(model, ids, mask, tokenizer), _VISION)
+    layout = None if pixels is None else _image(model, pixels)
+    return None if layout is None else _after_registers(model, layout, _TEXT)
 
 
-def _after_registers(model: nn.Module, layout: TokenLayout) -> TokenLayout:
-    """The layout with the registers in front that the model's own code knows nothing of."""
-    count = sum(module.count for module in model.modules() if isinstance(module, Registers))
+_VISION = re.compile(r"(^|\.)(vision|visual)")
+_TEXT = re.compile(r"(^|\.)text")
+
+
+def _after_registers(model: nn.Module, layout: TokenLayout, other: re.Pattern[str]) -> TokenLayout:
+    """The layout with the registers in front that the model's own code knows nothing of; `other`
+    is the tower that this sequence does not go through.
+    """
+    registers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, Registers) and not other.search(name)
+    ]
+    count = sum(module.count for module in registers)
     front = torch.full((layout.batch, count), code("register"), dtype=torch.int64)
     return TokenLayout(torch.cat([front, layout.codes], dim=1), layout.grid)
 

@@ -84,11 +84,18 @@ def mitigate(model: nn.Module, *mitigations: Mitigation, seed: int = 0) -> Mitig
     once (`attn.output_gate...`), in the dtype and on the device of the weights beside it. Random
     values come from `seed` alone. After `handle.undo()`, and after leaving `with sw.mitigate(...)`,
     the model has the hooks, state_dict keys and output bits that it had; a mitigation that fails
-    leaves nothing behind.
+    leaves nothing behind. Keep the model with `handle.save`: `save_pretrained` writes weights that
+    transformers leaves out when it reads them.
 
     Raises InputError where nothing is given, one kind is given twice, the model is mitigated
     already, or cannot take one of them: the message says which layer and why.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; sinkwise.load(name) makes a module")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError(
+            f"{type(model).__name__} has no weights yet (meta device): load them first"
+        )
     if not mitigations:
         raise InputError("mitigate needs what to put in: Gate('elementwise'), Registers(4)")
     for mitigation in mitigations:

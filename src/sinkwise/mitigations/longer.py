@@ -18,7 +18,7 @@ CHILD = "registers"
 """The name of the tokens in the model."""
 
 TAKES = {
-    "timm.": ("Block", "ResPostBlock", "ParallelScalingBlock", "ParallelThingsBlock"),
+    "timm.models.vision_transformer": ("Block",),
     "transformers.": (
         "ViTLayer", "DeiTLayer", "Dinov2Layer", "Dinov2WithRegistersLayer", "CLIPEncoderLayer",
         "SiglipEncoderLayer", "BertLayer", "RobertaLayer", "XLMRobertaLayer", "CamembertLayer",
