@@ -8,9 +8,11 @@ from torch import nn
 
 from sinkwise.conformance.traces import state_of
 from sinkwise.errors import InputError
+from sinkwise.fingerprint import facts
 from sinkwise.hosts.sites import attention_sites
 from sinkwise.mitigations.applying import mitigate, mitigated
 from sinkwise.mitigations.gate import CHILD, Gate, HeadGate
+from sinkwise.rules import Rules
 from tests.models import build, run, tensors
 
 FAMILIES = [
@@ -122,6 +124,19 @@ def test_the_factor_is_that_of_the_attention_input_before_w_o():
     expected = attention.proj.weight @ (heads.transpose(1, 2).flatten(2) * factor).mT
     expected = expected.mT + attention.proj.bias
     torch.testing.assert_close(seen["out"], expected)
+
+
+def test_a_scan_s_checksum_tells_the_starts_apart():
+    """The gain is no weight, so it is in the words that a scan's fingerprint is made of."""
+    model, _ = build("timm-vit-sdpa")
+    told = []
+    for init in ("identity", "paper"):
+        with mitigate(model, Gate(init=init)):
+            for gate in gates(model):
+                nn.init.zeros_(gate.proj.weight)
+                nn.init.zeros_(gate.proj.bias)
+            told.append(facts(model, "x", {}, Rules(), None, None, torch.device("cpu")))
+    assert told[0]["weights"] == told[1]["weights"] and told[0] != told[1]
 
 
 def test_the_papers_start():

@@ -13,7 +13,7 @@ from sinkwise.hosts.blocks import find_blocks
 from sinkwise.hosts.layouts import token_layout
 from sinkwise.layout import KINDS
 from sinkwise.mitigations.applying import mitigate, mitigated
-from sinkwise.mitigations.finding import find_register_neurons
+from sinkwise.mitigations.finding import _Search, find_register_neurons
 from sinkwise.mitigations.neurons import RegisterNeurons, down_projections, moved_to_first, written
 from sinkwise.mitigations.registers import Registers
 from tests.models import build, ids
@@ -186,7 +186,11 @@ def test_each_neuron_apart_by_hand():
 def test_the_share_is_that_of_the_norm():
     """A float64 loop over outliers, neurons and patches."""
     model, x, prefix = plant("timm with registers and LayerScale")
-    found = find_register_neurons(model, [x], neuron_share=0.01)
+    down_projections(model)[BLOCK].weight.data[:, NEURON] /= 8  # so that others count too
+    found = find_register_neurons(model, [x])
+    search = _Search(model, 3.0)
+    search.norms([x])
+    measured = search.shares([x], BLOCK)[BLOCK]
     streams, acts = [], []
     block, layer = model.blocks[BLOCK], down_projections(model)[BLOCK]
     block.register_forward_hook(lambda module, args, out: streams.append(out.double()))
@@ -205,9 +209,9 @@ def test_the_share_is_that_of_the_norm():
             push = (act[image, prefix + token, neuron] - mean[neuron]) * (write[:, neuron] @ end)
             shares[neuron] += push / end.square().sum()
     shares /= outlier.sum()
+    torch.testing.assert_close(measured, shares, rtol=1e-3, atol=1e-8)
     here = [neuron for number, neuron in found.neurons if number == BLOCK]
-    expected = [n for n in shares.argsort(descending=True).tolist() if shares[n] >= 0.01]
-    assert here == expected
+    assert here == [n for n in shares.argsort(descending=True).tolist() if shares[n] >= 0.01]
     assert f"the first {shares.max():.0%}" in found.evidence
     torch.testing.assert_close(written(block, layer).double(), write)
 

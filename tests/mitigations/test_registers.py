@@ -271,6 +271,16 @@ def test_a_scan_counts_them_as_registers():
     assert len(first) > 0
     assert set(first["token"]) == {1} and set(first["kind"]) == {"register"}
     assert (first["token_norm_ratio"] > 10).all()
+    # The stream that is measured around a block is the one that the block sees.
+    loudest = model.registers.tokens.norm(dim=-1).max().item()
+    assert scan.layers["token_norm_max"][0] == pytest.approx(loudest, rel=0.05)
+
+
+def test_a_scan_of_padded_sentences():
+    model, inputs = build("bert-sdpa")
+    mitigate(model, Registers(COUNT))
+    layers = sw.scan(model, [inputs]).layers
+    assert (layers["received_register"] > 0).all()
 
 
 @pytest.mark.parametrize(
