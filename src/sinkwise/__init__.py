@@ -9,7 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "load": "hosts.load",
+    "load": "mitigations.loading",
     "text": "data.text",
     "images": "data.images",
     "scan": "scanning",
@@ -31,6 +31,13 @@ _EXPORTS = {
     "ModelRule": "rules",
     "Screen": "attention.screen",
     "Steps": "ragged",
+    "mitigate": "mitigations.applying",
+    "mitigated": "mitigations.applying",
+    "Mitigated": "mitigations.applying",
+    "Gate": "mitigations.gate",
+    "Registers": "mitigations.registers",
+    "RegisterNeurons": "mitigations.neurons",
+    "find_register_neurons": "mitigations.finding",
     "check_model": "conformance",
     "Retention": "retention",
     "SinkCache": "streaming.cache",

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from sinkwise import checking, dropped, flexing, kernels, masks, products, provenance, unseen
 from sinkwise.errors import CaptureError
 from sinkwise.hosts.blocks import Block, LayerIndex, clean, find_blocks
+from sinkwise.hosts.hidden import whole
 from sinkwise.nested import is_stream, leaves
 from sinkwise.nn.sink_logit import sink_attention
 from sinkwise.records import OPEN, AttentionMask, AttentionRecord, AttentionSite
@@ -163,7 +164,7 @@ class _CaptureMode(TorchFunctionMode):
         if on_block is not None and before is not None and after is not None:
             normed = self._normed is not None and self._normed() is after
             with torch.no_grad():
-                on_block(block, layer, before, after, normed)
+                on_block(block, layer, whole(before), whole(after), normed)
 
     def flush(self) -> None:
         """Emit a call that waits for what becomes of its output."""
@@ -363,7 +364,8 @@ class _CaptureMode(TorchFunctionMode):
         fields["mask"] = self._masks.read(fields["mask"], given, fields["q"], fields["k"])
         residual = None
         if self._inputs and self._inputs[-1][0] is block:
-            residual = self._inputs[-1][1]
+            before = self._inputs[-1][1]
+            residual = None if before is None else whole(before)
             queries, batch = fields["q"].shape[2], fields["q"].shape[0]
             # Hyper-connections carry several streams a token, windows lie on a grid.
             if residual is not None and residual[..., 0].shape != (batch, queries):

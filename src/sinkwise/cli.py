@@ -5,6 +5,7 @@ import typer
 from sinkwise.commands import synthetic
 from sinkwise.commands.demo import demo
 from sinkwise.commands.diagnose import diagnose
+from sinkwise.commands.mitigate import mitigate
 from sinkwise.commands.stream import stream
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(diagnose)
+app.command()(mitigate)
 app.command()(stream)
 app.add_typer(synthetic.app, name="synthetic")
 

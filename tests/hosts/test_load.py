@@ -294,7 +294,7 @@ def test_the_colours_and_resampling_of_pictures(tmp_path):
 
 def test_the_picture_size_of_a_two_tower_config(tmp_path):
     config = SimpleNamespace(vision_config=hf.CLIPVisionConfig(**SMALL))
-    assert module._image("x", str(tmp_path), config).size == 224
+    assert module.image_in("x", str(tmp_path), config).size == 224
 
 
 def test_a_damaged_preprocessing_is_an_error(tmp_path):

@@ -54,8 +54,8 @@ def diagnose(
         from sinkwise.data.images import images as image_inputs
         from sinkwise.data.text import text as text_inputs
         from sinkwise.hosts.inputs import position_limit
-        from sinkwise.hosts.load import load
         from sinkwise.launching import check_processes, processes
+        from sinkwise.mitigations.loading import load
         from sinkwise.parts import remove_parts
         from sinkwise.results import check_target
         from sinkwise.rules import Rules

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkwise.layout import TokenLayout, code
+from sinkwise.nn.registers import Registers
 
 _CLASS = ("cls_token", "class_embedding", "class_token", "dist_token", "distillation_token")
 _LATE = ("blocks_token_only", "cls_attn_blocks")
@@ -18,13 +19,33 @@ def token_layout(model: nn.Module, batch: Any, tokenizer: Any | None = None) -> 
     """The layout of the sequence that `model` makes of `batch` (a tensor, tuple or dict).
 
     None where neither pictures [batch channel height width] nor token ids [batch token] are found.
+    Registers that `mitigate` put in come first.
     """
     pixels = _find(batch, ("pixel_values", "x", "image"), 4, floating=True)
     ids = _find(batch, ("input_ids",), 2, floating=False)
     if ids is not None:
         mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-        return _text(model, ids, mask, tokenizer)
-    return None if pixels is None else _image(model, pixels)
+        return _after_registers(model, _text(model, ids, mask, tokenizer), _VISION)
+    layout = None if pixels is None else _image(model, pixels)
+    return None if layout is None else _after_registers(model, layout, _TEXT)
+
+
+_VISION = re.compile(r"(^|\.)(vision|visual)")
+_TEXT = re.compile(r"(^|\.)text")
+
+
+def _after_registers(model: nn.Module, layout: TokenLayout, other: re.Pattern[str]) -> TokenLayout:
+    """The layout with the registers in front that the model's own code knows nothing of; `other`
+    is the tower that this sequence does not go through.
+    """
+    registers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, Registers) and not other.search(name)
+    ]
+    count = sum(module.count for module in registers)
+    front = torch.full((layout.batch, count), code("register"), dtype=torch.int64)
+    return TokenLayout(torch.cat([front, layout.codes], dim=1), layout.grid)
 
 
 def _find(batch: Any, names: tuple[str, ...], dims: int, floating: bool) -> Tensor | None:

