@@ -48,7 +48,7 @@ def mitigate(
         bool, typer.Option("--json", help="Print one JSON object instead of words.")
     ] = False,
 ) -> None:
-    """Put what answers a sink into MODEL, ready to be trained, and save it in a new folder."""
+    """Put what answers a sink into MODEL, and save it in a new folder."""
     with mistakes():
         from sinkwise.data.images import images as image_inputs
         from sinkwise.files import check_new
@@ -94,13 +94,13 @@ def mitigate(
             "parameters_added": added,
             "out": str(out),
         }
-        typer.echo(json.dumps(facts) if as_json else _words(facts))
+        typer.echo(json.dumps(facts, ensure_ascii=False) if as_json else _words(facts))
 
 
 def _words(facts: dict) -> str:
     share = 100 * facts["parameters_added"] / facts["parameters"]
     return (
         f"{facts['model']}: {', '.join(facts['mitigations'])}, {facts['parameters_added']:,} new "
-        f"parameters ({share:.1f}%).\nSaved in {facts['out']}/: train it "
-        f"(sinkwise.load({facts['out']!r})), then sinkwise diagnose {facts['out']}."
+        f"parameters ({share:.1f}%).\nSaved in {facts['out']}/, which sinkwise.load and sinkwise "
+        "diagnose read. Gates and registers are still to be trained."
     )
