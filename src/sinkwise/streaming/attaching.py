@@ -167,7 +167,8 @@ def _hang(cache: "SinkCache", decoder: Decoder) -> list[Any]:
         for module, layer in zip(decoder.attention, cache.layers, strict=True):
             hook = partial(_instead, weakref.ref(cache), layer.retention)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    if decoder.base.dtype == torch.float64:
+    embedding: Any = decoder.base.get_input_embeddings()
+    if embedding.weight.dtype == torch.float64:
         handles += exact_rotary(decoder.base)
     return handles
 

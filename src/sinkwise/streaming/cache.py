@@ -127,6 +127,8 @@ class SinkCache(Cache):
         short enough for a copy of the sinks a query.
         """
         self._usable(batch)
+        if length == 1:
+            return [1]
         sinks = self.retention.num_sink_tokens
         longest = max(16, min(LONGEST_CHUNK, self.retention.window_length // max(sinks, 1)))
         if self.positions.learned is not None:  # some have a table of masks as large
