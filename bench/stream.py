@@ -4,7 +4,8 @@ For each cache length C, on a small Llama with random weights: a token by recomp
 recent; by transformers' own plain cache holding C keys; by the sink cache; and by the two classic
 designs of a sink cache, which turn all keys by −1 at each step, or all keys at each read. Then each
 design's own update alone, of one layer in the shape of an 8B model. Medians of CPU time, the
-forwards interleaved, so that all see the same machine. `--flat` times a token at stream lengths from 10⁴ on.
+forwards interleaved, so that all see the same machine. `--flat 10000 100000` times a token at those
+lengths of a stream.
 """
 
 import argparse
