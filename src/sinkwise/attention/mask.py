@@ -43,6 +43,15 @@ def key_range(mask: AttentionMask, rows: range, num_keys: int) -> range:
     return range(start, stop)
 
 
+def biased_keys(mask: AttentionMask, rows: range, keys: range) -> range:
+    """The last of `keys`, before which nothing is hidden from these queries and nothing added."""
+    plain = mask.causal and mask.window is None and mask.allowed is None and mask.additive is None
+    if not plain:
+        return keys
+    first, _ = mask.position_range(rows)
+    return range(min(max(keys.start, first + 1), keys.stop), keys.stop)
+
+
 def visible_tile(
     mask: AttentionMask, rows: range, keys: range, device: torch.device
 ) -> Bool[Tensor, "#batch #head #query #key"]:

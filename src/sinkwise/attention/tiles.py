@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkwise.attention.mask import bias_tile, key_range
+from sinkwise.attention.mask import bias_tile, biased_keys, key_range
 from sinkwise.records import AttentionMask
 
 TILE_SCORES = 2**18
@@ -69,7 +69,8 @@ def score_tiles(
         cols = key_range(mask, rows, keys)
         if not cols:
             continue
-        bias = bias_tile(mask, rows, cols, dtype, q.device)
+        some = biased_keys(mask, rows, cols)
+        bias = bias_tile(mask, rows, some, dtype, q.device) if some else None
         r, c = slice(rows.start, rows.stop), slice(cols.start, cols.stop)
         for first in range(0, pairs, tile_pairs):
             p = slice(first, min(first + tile_pairs, pairs))
@@ -80,7 +81,7 @@ def score_tiles(
                 if shift is not None:
                     scores -= shift[p, :, r]
             if bias is not None:
-                scores += _bias_of_pairs(bias, p, kv_heads, group)
+                scores[..., some.start - cols.start :] += _bias_of_pairs(bias, p, kv_heads, group)
             yield Tile(p, r, c, scores)
 
 
