@@ -106,6 +106,8 @@ def test_the_sweep():
     assert by["threshold 10, gamma 0"].right(["none"], [1.0])
     assert by["threshold 0, gamma 1"].expected == "no sink"
     assert not by["threshold -1, gamma 0"].right(["nop"], [1.0])
+    assert not by["threshold -0.7, gamma 0"].right(["broadcast"], [1.0])
+    assert not by["threshold 0, gamma 0"].right(["broadcast"], [1.0])
     assert by["threshold 0, gamma 0"].right(["nop"], [1.0])
     assert not by["threshold 0, gamma 0"].right(["none"], [1.0])
 

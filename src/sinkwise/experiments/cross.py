@@ -70,5 +70,11 @@ def _expectation(task: SweepDamping) -> tuple[str, Callable[[list[str], list[flo
     if task.nop_share > 1 - 1e-6 or task.gamma == 1 or task.nop_share < 0.2:
         return "no sink", lambda verdicts, shares: verdicts == ["none"]
     if task.nop_share < 0.35:
-        return "a sink in some samples", lambda verdicts, shares: True
-    return "a sink", lambda verdicts, shares: verdicts != ["none"]
+        return (
+            "a sink with a small value, or in too few samples",
+            lambda verdicts, shares: verdicts[0] in ("nop", "unclassified", "none"),
+        )
+    return (
+        "a sink with a small value",
+        lambda verdicts, shares: verdicts[0] in ("nop", "unclassified"),
+    )
