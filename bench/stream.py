@@ -24,6 +24,7 @@ from sinkwise.streaming.call import Call
 from sinkwise.streaming.decoder import decoder_of
 from sinkwise.streaming.layer import SinkLayer
 from sinkwise.streaming.plan import Tokens
+from sinkwise.streaming.turning import Turning
 
 SINKS = 4
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -144,17 +145,26 @@ def updates(length: int, rounds: int) -> dict[str, float]:
     layer = SinkLayer(retention, rotary, sliding=False)
     whole = Call(Tokens((0,), length), retention, (0,))
     layer.update(keys, values, whole.plan(retention), None)
-    # What a call needs is made once for all layers; here before the clock runs.
-    calls = [Call(Tokens((seen,), 1), retention, (0,)) for seen in range(length, length + rounds)]
-    ready = iter([(call.plan(retention), call.turn(rotary, key)) for call in calls])
-    runs: dict[str, Callable[[], Any]] = {"sinks": lambda: layer.update(key, value, *next(ready))}
+    # What a step does once for all layers, turning the sinks, happens before the clock runs.
+    turnings = Turning.of([layer])
+    steps = iter(range(length, length + rounds))
+
+    def step() -> float:
+        seen = next(steps)
+        for turning in turnings:
+            turning.write(seen - length + 1)
+        return ms(lambda: layer.step(key, value, *retention.step(seen)))
+
+    times = [step() for _ in range(rounds)]
+    out = {"sinks": median(times[1:])}
+    runs: dict[str, Callable[[], Any]] = {}
     for name, at_read in (("turn all by -1", False), ("turn at read", True)):
         cache = TurnAll(length, rotary, at_read)
         cache.update(keys, values, 0)
         runs[name] = lambda c=cache: c.update(key, value, 0)
     # One after the other: the large copies of one would push the small reads of another out of
     # the processor's cache.
-    return {name: interleaved({name: run}, rounds)[name] for name, run in runs.items()}
+    return out | {name: interleaved({name: run}, rounds)[name] for name, run in runs.items()}
 
 
 def flat(llama: Any, length: int, marks: tuple[int, ...]) -> None:

@@ -49,6 +49,12 @@ class Retention:
         sinks = self.num_sink_tokens
         return torch.where(token < sinks, token, sinks + (token - sinks) % self.window_length)
 
+    def step(self, seen: int) -> tuple[int, int]:
+        """Where the next token goes once `seen` have come, and how many slots are filled then."""
+        sinks = self.num_sink_tokens
+        slot = seen if seen < sinks else sinks + (seen - sinks) % self.window_length
+        return slot, min(seen + 1, self.capacity)
+
     def held(self, seen: Int[Tensor, " batch"]) -> Int[Tensor, "batch slot"]:
         """The token that each slot holds once `seen` tokens have come; −1 for an empty slot."""
         slots = torch.arange(self.capacity)

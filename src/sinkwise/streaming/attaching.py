@@ -154,9 +154,7 @@ def _part(kwargs: dict[str, Any], start: int, size: int, length: int) -> dict[st
 def _hang(cache: "SinkCache", decoder: Decoder) -> list[Any]:
     """Hooks for the time of the call."""
     handles: list[Any] = []
-    call, bias = cache.call, cache.positions.bias
-    assert call is not None
-    if bias is not None or any(plan.mask is not None for plan in call.plans):
+    if cache.needs_mask:
         name = decoder.config._attn_implementation or ""
         if "flash" in name:
             raise InputError(

@@ -18,6 +18,7 @@ from sinkwise.streaming.decoder import decoder_of
 from sinkwise.streaming.layer import SinkLayer
 from sinkwise.streaming.positions import positions_of
 from sinkwise.streaming.rows import Rows
+from sinkwise.streaming.turning import Turning
 
 LONGEST_CHUNK = 256
 """Tokens of one plan at most: each has its own copy of the sinks."""
@@ -82,6 +83,8 @@ class SinkCache(Cache):
         """Outputs of the parts of a split call before the one in progress."""
         self.rows = Rows(self.retention)
         """How far each row has come."""
+        self._steps: list[tuple[int, int]] | None = None
+        self._turnings: list[Turning] | None = None
         self._failed = False
 
     def _check_length(self) -> None:
@@ -160,7 +163,38 @@ class SinkCache(Cache):
             for layer in self.layers:
                 layer.rebase(back)
         self.call = Call(tokens, self.retention, self.rows.base, self._others)
+        self._steps = self._single(self.call)
         return self.call
+
+    def _single(self, call: Call) -> list[tuple[int, int]] | None:
+        """The slot and the columns of each layer for one token of rows that are alike, the sinks
+        turned for it; None for any other call.
+        """
+        tokens = call.tokens
+        seen = tokens.seen[0]
+        if tokens.length > 1 or not call.uniform or not seen > self.retention.num_sink_tokens:
+            return None
+        shift = seen - self.rows.base[0] - (self.retention.capacity - 1)
+        if seen >= self.retention.capacity:
+            if self._turnings is None:
+                self._turnings = Turning.of(self.layers)
+            for turning in self._turnings:
+                turning.write(shift)
+        step = self.retention.step(seen)
+        if not self._others:
+            return [step] * len(self.layers)
+        return [
+            step if layer.retention is self.retention else layer.retention.step(seen)
+            for layer in self.layers
+        ]
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether the attention modules must get another mask than the model's in this call."""
+        assert self.call is not None
+        if self.positions.bias is not None:
+            return True
+        return self._steps is None and any(plan.mask is not None for plan in self.call.plans)
 
     def position_ids(self, call: Call) -> Int[Tensor, "batch query"]:
         """What the model is to take as positions."""
@@ -190,6 +224,8 @@ class SinkCache(Cache):
                 " make it with SinkCache(model) for this very model"
             )
         layer = self.layers[layer_idx]
+        if self._steps is not None:
+            return layer.step(key_states, value_states, *self._steps[layer_idx])
         plan = self.call.plan(layer.retention)
         turn = None
         if plan.mode != "append" and layer.retention.num_sink_tokens:
@@ -202,7 +238,11 @@ class SinkCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, evicted and padding ones too; within a call, the keys before its own."""
-        return self.rows.columns if self.call is None else self.call.past
+        if self.call is None:
+            return self.rows.columns
+        if self._steps is not None:
+            return max(columns for _, columns in self._steps) - 1
+        return self.call.past
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Where the queries of a call stand among the keys that attention gets."""
@@ -213,8 +253,11 @@ class SinkCache(Cache):
         length = len(query_length) if isinstance(query_length, Tensor) else query_length
         if self.call is None:
             return self.rows.columns + length, 0
-        columns = self.call.plan(self.layers[layer_idx].retention).columns
-        return columns, self.call.past + length - columns
+        if self._steps is not None:
+            columns = self._steps[layer_idx][1]
+        else:
+            columns = self.call.plan(self.layers[layer_idx].retention).columns
+        return columns, self.get_seq_length() + length - columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens that the cache takes: no end (−1)."""
@@ -275,6 +318,7 @@ class SinkCache(Cache):
         if self.rows.seen is None:
             return
         chosen = indices.to("cpu")
+        self._turnings = None
         for layer in self.layers:
             layer.select(chosen)
         self.rows.select(chosen)
@@ -307,12 +351,12 @@ class SinkCache(Cache):
         """A second cache on the same model, at the same token."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
-        shared = {"decoder", "positions", "retention", "_close", "layers"}
+        shared = {"decoder", "positions", "retention", "_close", "layers", "_turnings"}
         for name, value in vars(self).items():
             if name not in shared:
                 setattr(other, name, copy.deepcopy(value, memo))
         other.decoder, other.positions = self.decoder, self.positions
-        other.retention = self.retention
+        other.retention, other._turnings = self.retention, None
         other.layers = [layer.copy() for layer in self.layers]
         other._attach()
         return other

@@ -53,6 +53,8 @@ class Call:
         """Rotary positions: token index less base; one row for all where they are alike."""
         if self.uniform:
             first = self.tokens.seen[0] - self.base[0]
+            if self.tokens.length == 1:
+                return torch.full((1, 1), first)
             return torch.arange(first, first + self.tokens.length)[None]
         return self.tokens.index - torch.tensor(self.base)[:, None]
 

@@ -83,6 +83,29 @@ class SinkLayer(CacheLayerMixin):
             return self.keys, self.values
         return self.keys.narrow(2, 0, plan.columns), self.values.narrow(2, 0, plan.columns)
 
+    def step(
+        self, key_states: Keys, value_states: Values, slot: int, columns: int
+    ) -> tuple[Columns, ValueColumns]:
+        """The same for one token of every row, all at the same token, the sinks stored before and
+        turned already: it goes to that slot, and so many columns are attended to.
+        """
+        assert self.keys is not None and self.values is not None
+        if key_states.requires_grad or value_states.requires_grad:
+            key_states, value_states = key_states.detach(), value_states.detach()
+        if columns > self.keys.shape[2]:
+            self._room(columns)
+        self.keys.narrow(2, slot, 1).copy_(key_states)
+        self.values.narrow(2, slot, 1).copy_(value_states)
+        if columns == self.keys.shape[2]:
+            return self.keys, self.values
+        return self.keys.narrow(2, 0, columns), self.values.narrow(2, 0, columns)
+
+    @property
+    def sink_rows(self) -> Keys:
+        """Where the buffer has the sinks."""
+        assert self.keys is not None
+        return self.keys.narrow(2, 0, self.retention.num_sink_tokens)
+
     def _room(self, rows: int) -> None:
         """Make the buffers hold at least so many rows."""
         assert self.keys is not None and self.values is not None
@@ -115,10 +138,6 @@ class SinkLayer(CacheLayerMixin):
         for buffer, new in ((self.keys, keys), (self.values, values)):
             if plan.tokens.uniform and plan.mode == "append":
                 buffer.narrow(2, seen, length).copy_(new)
-            elif plan.tokens.uniform and plan.mode == "step":
-                slot = self.retention.num_sink_tokens
-                slot += (seen - slot) % self.retention.window_length
-                buffer.narrow(2, slot, 1).copy_(new)
             else:
                 rows, numbers, slots = plan.stored
                 buffer[rows, :, slots] = new[rows, :, numbers]
