@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sinkwise.errors import InputError
 from sinkwise.retention import Retention
-from sinkwise.streaming import rows
+from sinkwise.streaming import rows, turning
 from sinkwise.streaming.cache import SinkCache
 
 from ..oracles.places import llama_logits
@@ -67,18 +67,24 @@ class Life:
         self.columns: list[list[bool]] = [[] for _ in self.texts]
         self.gone = False
 
-    def feed(self) -> None:
+    def steps(self) -> None:
+        """Token by token, without padding, as `generate` does."""
+        for _ in range(self.draw(st.integers(1, 25))):
+            self.feed(1, padded=False)
+
+    def feed(self, length: int | None = None, padded: bool = True) -> None:
         """A chunk, padded anywhere."""
-        length = self.draw(st.integers(1, 20))
+        if length is None:
+            length = self.draw(st.integers(1, 20))
         if len(self.columns[0]) + length > LONGEST:
             return
         batch = len(self.texts)
         seed = self.draw(st.integers(0, 2**16))
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(5, VOCABULARY, (batch, length), generator=generator)
-        share = self.draw(st.sampled_from([1.0, 1.0, 0.9, 0.5]))
+        share = self.draw(st.sampled_from([1.0, 1.0, 0.9, 0.5])) if padded else 1.0
         real = torch.rand(batch, length, generator=generator) < share
-        if self.draw(st.booleans()):  # padding on the left, as generate has it
+        if padded and self.draw(st.booleans()):  # padding on the left, as generate has it
             real = real.sort(dim=1, stable=True).values
         given = {} if bool(real.all()) else {"attention_mask": real.long()}
         with torch.no_grad():
@@ -162,10 +168,14 @@ class Life:
 @given(st.data())
 def test_lives_of_a_cache(data: st.DataObject) -> None:
     ahead = data.draw(st.integers(1, 30), label="positions until a re-base")
-    with mock.patch.object(rows, "REBASE_AFTER", ahead):
+    shifts = data.draw(st.integers(1, 9), label="shifts that sinks are turned for at once")
+    with (
+        mock.patch.object(rows, "REBASE_AFTER", ahead),
+        mock.patch.object(turning, "MOST_SHIFTS", shifts),
+    ):
         life = Life(data.draw)
         for _ in range(data.draw(st.integers(1, 10), label="steps")):
-            kinds = ["feed"] * 6 + ["reorder", "crop", "copy", "reset"]
+            kinds = ["feed"] * 3 + ["steps"] * 3 + ["reorder", "crop", "copy", "reset"]
             getattr(life, data.draw(st.sampled_from(kinds)))()
         life.compare()
         life.cache.close()
