@@ -17,7 +17,15 @@ from sinkwise.errors import InputError
 from sinkwise.reports.stream_figure import stream_figure
 from sinkwise.reports.stream_table import stream_rows, stream_table
 from sinkwise.streaming import comparing, keeping
-from sinkwise.streaming.comparing import Course, Method, course, curve, methods, perplexity
+from sinkwise.streaming.comparing import (
+    Course,
+    Method,
+    course,
+    curve,
+    gap,
+    methods,
+    perplexity,
+)
 
 from ..tokenizers import word_tokenizer
 from .families import build, expected, texts
@@ -64,6 +72,36 @@ def test_losses_are_the_oracles(courses: list[Course], monkeypatch: pytest.Monke
     monkeypatch.setattr(comparing, "CHUNK", 7)
     again = course(model, tokens, three.method)
     assert again.losses == pytest.approx(three.losses, abs=1e-4)
+
+
+def test_a_restarted_cache_scores_each_part_as_a_text_of_its_own() -> None:
+    model, tokens = build("llama"), texts(LENGTH)[0].tolist()
+    anew = course(model, tokens, Method("sinks", 5, 2, restart_every=17))
+    assert anew.method.name == "2 + 3, restarted"
+    want = {}
+    for begin in range(0, SCORED, 17):
+        part = tokens[begin : min(begin + 17, SCORED)]
+        logits = expected("llama", model, part, 2, 3).log_softmax(-1)
+        for number in range(10, len(part)):
+            want[begin + number] = -float(logits[number - 1, part[number]])
+    assert anew.positions == list(want)
+    assert anew.losses == pytest.approx(list(want.values()), abs=1e-4)
+    with pytest.raises(InputError, match="there is no restart"):
+        course(model, tokens, Method("sinks", 5, 2, restart_every=SCORED))
+    for wrong, sinks in ((10, [2]), (11, [0])):
+        with pytest.raises(InputError, match=f"restart_every={wrong}"):
+            methods(5, sinks, wrong)
+    assert methods(5, [0, 2, 1], 11)[-1] == Method("sinks", 5, 2, 11)
+
+
+def test_gap_is_that_of_the_tokens_that_both_scored() -> None:
+    one = Course(Method("sinks", 2, 1), [1, 2, 3, 5], [9.0, 1.0, 2.0, 4.0], 1.0, 0)
+    other = Course(Method("recompute", 2), [1, 2, 3, 4], [0.0, 0.5, 1.0, 1.0], 1.0, 0)
+    found = gap(one, other)  # differences 0.5 and 1: token 1 is before the cache is full
+    assert found.tokens == 2
+    assert found.ratio == pytest.approx(math.exp(0.75))
+    assert found.standard_error == pytest.approx(math.exp(0.75) * math.sqrt(0.125) / math.sqrt(2))
+    assert math.isnan(gap(one, Course(other.method, [3], [1.0], 1.0, 0)).ratio)
 
 
 def test_memory_is_that_of_the_keys_kept(courses: list[Course]) -> None:
@@ -158,7 +196,12 @@ def test_the_command(tmp_path: Path) -> None:
     rows = json.loads(again.stdout)["rows"]
     assert [row["cache"] for row in rows] == ["dense", "0 + 16", "recompute", "4 + 12"]
     assert kept.stat().st_mtime_ns == before  # not done twice
+    anew = command("model", *options, "--restart-every", 40, cwd=tmp_path)
+    assert "4 + 12, restarted" in anew.stdout and "restarted every 40 tokens" in anew.stdout
+    anew = command("model", *options, "--restart-every", 40, "--json", cwd=tmp_path)
+    assert json.loads(anew.stdout)["over_restarted"]["tokens"] == 10  # 32 to 39, 72, 73
     for wrong, match in (
+        (["--restart-every", "32"], "restart_every=32"),
         (["--num-sink-tokens", "4,x"], "numbers and commas"),
         (["--num-sink-tokens", "16"], "num_sink_tokens=16"),
         (["--recompute-every", "0"], "at least 1"),

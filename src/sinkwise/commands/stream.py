@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,13 @@ def stream(
     recompute_every: Annotated[
         int, typer.Option(help="Score every so many tokens by recomputation: it is slow.")
     ] = 64,
+    restart_every: Annotated[
+        int,
+        typer.Option(
+            help="Also restart a cache every so many tokens, to see whether a long one stays as "
+            "good; 0: no."
+        ),
+    ] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("stream"),
@@ -31,7 +39,12 @@ def stream(
         from sinkwise.hosts.load import load
         from sinkwise.reports.charts import png
         from sinkwise.reports.stream_figure import stream_figure
-        from sinkwise.reports.stream_table import stream_rows, stream_table
+        from sinkwise.reports.stream_table import (
+            restart_gap,
+            restart_words,
+            stream_rows,
+            stream_table,
+        )
         from sinkwise.streaming import comparing, keeping
 
         try:
@@ -42,7 +55,7 @@ def stream(
             ) from None
         if recompute_every < 1:
             raise InputError(f"--recompute-every {recompute_every}: at least 1 is right")
-        methods = comparing.methods(cache_length, sinks)
+        methods = comparing.methods(cache_length, sinks, restart_every)
         module = load(model, dtype=dtype, device=device)
         ids = keeping.text_tokens(module, text, tokens)
         facts = keeping.facts(f"{model} {dtype}", ids, recompute_every)
@@ -58,10 +71,14 @@ def stream(
         write_bytes(out / "perplexity.png", png(stream_figure(courses, title, cache_length)))
         if as_json:
             rows = stream_rows(courses, cache_length)
-            typer.echo(json.dumps({**facts, "cache_length": cache_length, "rows": rows}))
+            anew = restart_gap(courses)
+            over = {} if anew is None else {"over_restarted": asdict(anew)}
+            typer.echo(json.dumps({**facts, "cache_length": cache_length, "rows": rows, **over}))
             return
         from rich.console import Console
 
         console = Console(width=None if sys.stdout.isatty() else 120)
         console.print(stream_table(courses, cache_length, title))
+        if restart_every:
+            console.print(restart_words(courses), soft_wrap=True)
         console.print(f"Recomputation scores every {recompute_every}th token. Saved in {out}/")

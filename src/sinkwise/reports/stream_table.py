@@ -1,52 +1,90 @@
 """Courses over a text as a table."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.table import Table
 
-from sinkwise.streaming.comparing import Course, perplexity
+from sinkwise.streaming.comparing import Course, Gap, gap, perplexity
 
 
 def stream_rows(courses: Sequence[Course], cache_length: int) -> list[dict[str, object]]:
     """One row a method: perplexity over the text once the cache is full, in its first and last
-    quarter and by the positions that recomputation scored, milliseconds a token, MiB of cache.
+    quarter and by the positions that recomputation scored, how far above recomputation it is
+    there, milliseconds a token, MiB of cache. A restarted cache has no quarters.
     """
     end = max(one.positions[-1] for one in courses) + 1
     quarter = (end - cache_length) // 4
-    shared = {position for one in courses if one.method.kind == "recompute"
-              for position in one.positions}  # fmt: skip
+    exact = next(one for one in courses if one.method.kind == "recompute")
+    shared = set(exact.positions)
     rows: list[dict[str, object]] = []
     for one in courses:
         pairs = zip(one.positions, one.losses, strict=True)
         same = [pair for pair in pairs if pair[0] in shared]
         at = Course(one.method, [p for p, _ in same], [loss for _, loss in same], 0.0, 0)
+        restarted = bool(one.method.restart_every)
+        over = gap(one, exact)
+        unknown = restarted or over.tokens < 2
         rows.append(
             {
                 "cache": one.method.name,
                 "kind": one.method.kind,
                 "perplexity": perplexity(one, cache_length, end),
-                "first_quarter": perplexity(one, cache_length, cache_length + quarter),
-                "last_quarter": perplexity(one, end - quarter, end),
-                "at_recomputed": perplexity(at, 0, end),
+                "first_quarter": None if restarted
+                else perplexity(one, cache_length, cache_length + quarter),
+                "last_quarter": None if restarted else perplexity(one, end - quarter, end),
+                "at_recomputed": None if restarted else perplexity(at, 0, end),
+                "over_recomputed": None if unknown else over.ratio - 1,
+                "over_recomputed_error": None if unknown else over.standard_error,
                 "milliseconds": one.milliseconds,
                 "mebibytes": one.bytes / 2**20,
             }
-        )
+        )  # fmt: skip
     return rows
+
+
+def restart_gap(courses: Sequence[Course]) -> Gap | None:
+    """How much worse the cache is than the same one restarted; None without a restarted one."""
+    anew = next((one for one in courses if one.method.restart_every), None)
+    if anew is None:
+        return None
+    method = replace(anew.method, restart_every=0)
+    return gap(next(one for one in courses if one.method == method), anew)
+
+
+def restart_words(courses: Sequence[Course]) -> str:
+    """The same in a sentence; empty without a restarted cache."""
+    found = restart_gap(courses)
+    if found is None:
+        return ""
+    method = next(one.method for one in courses if one.method.restart_every)
+    return (
+        f"{method.name.partition(',')[0]} over the same cache restarted every "
+        f"{method.restart_every:,} tokens, {2 * method.cache_length} and more behind a restart: "
+        f"{_percent(found.ratio - 1, found.standard_error)} on {found.tokens:,} tokens."
+    )
+
+
+def _percent(value: float, error: float) -> str:
+    return f"{100 * value:+.1f} ± {100 * error:.1f} %"
 
 
 def stream_table(courses: Sequence[Course], cache_length: int, title: str) -> Table:
     """The rows as a table for the terminal."""
     table = Table(title=title)
-    heads = ("cache", "perplexity", "first quarter", "last quarter", "at recomputed", "ms/token")
-    for head in (*heads, "MiB"):
+    heads = ("cache", "perplexity", "first quarter", "last quarter", "at recomputed",
+             "over recomputed", "ms/token", "MiB")  # fmt: skip
+    for head in heads:
         table.add_column(head, justify="left" if head == "cache" else "right")
     for row in stream_rows(courses, cache_length):
         numbers = [row[key] for key in ("perplexity", "first_quarter", "last_quarter",
                                         "at_recomputed")]  # fmt: skip
+        over, error = row["over_recomputed"], row["over_recomputed_error"]
+        own = row["kind"] == "recompute" or over is None
         table.add_row(
             str(row["cache"]),
-            *[f"{number:,.2f}" for number in numbers],
+            *["-" if number is None else f"{number:,.2f}" for number in numbers],
+            "-" if own else _percent(over, error),  # type: ignore[arg-type]
             f"{row['milliseconds']:.1f}",
             f"{row['mebibytes']:.1f}",
         )

@@ -3,7 +3,9 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
+from math import exp, sqrt
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
@@ -29,12 +31,17 @@ class Method:
     """Keys that a token may see, itself included; `dense` has no end."""
     num_sink_tokens: int = 0
     """Of them, first tokens of the text."""
+    restart_every: int = 0
+    """Tokens after which it begins anew with an empty cache; 0: never. What it scores then are
+    the tokens 2 · `cache_length` and more behind a restart."""
 
     @property
     def name(self) -> str:
         """What tables call it."""
         if self.kind == "sinks":
-            return f"{self.num_sink_tokens} + {self.cache_length - self.num_sink_tokens}"
+            window = self.cache_length - self.num_sink_tokens
+            anew = ", restarted" if self.restart_every else ""
+            return f"{self.num_sink_tokens} + {window}{anew}"
         return {"window": f"0 + {self.cache_length}"}.get(self.kind, self.kind)
 
 
@@ -53,11 +60,13 @@ class Course:
     """Of the keys and values kept at the end."""
 
 
-def methods(cache_length: int, sinks: list[int]) -> list[Method]:
+def methods(cache_length: int, sinks: list[int], restart_every: int = 0) -> list[Method]:
     """Dense, window, recomputation, and a sink cache for each number of sinks, all with the same
-    number of keys.
+    number of keys. With `restart_every` the one with the most sinks comes once more, restarted: a
+    cache that stays as good as a new one is as good as that.
 
-    Raises InputError for a number of sinks that leaves no window.
+    Raises InputError for a number of sinks that leaves no window, and for restarts so dense that
+    they leave nothing to score.
     """
     for count in sinks:
         if not 0 <= count < cache_length:
@@ -65,8 +74,16 @@ def methods(cache_length: int, sinks: list[int]) -> list[Method]:
                 f"num_sink_tokens={count} with cache_length={cache_length}: from 0 to "
                 f"{cache_length - 1} is right"
             )
-    plain = [Method(kind, cache_length) for kind in ("dense", "window", "recompute")]
-    return plain + [Method("sinks", cache_length, count) for count in sinks if count]
+    if restart_every and (restart_every <= 2 * cache_length or not any(sinks)):
+        raise InputError(
+            f"restart_every={restart_every} with cache_length={cache_length}: 0 or more than "
+            f"{2 * cache_length} is right, and a number of sinks above 0"
+        )
+    out = [Method(kind, cache_length) for kind in ("dense", "window", "recompute")]
+    out += [Method("sinks", cache_length, count) for count in sinks if count]
+    if restart_every:
+        out.append(Method("sinks", cache_length, max(sinks), restart_every))
+    return out
 
 
 @torch.no_grad()
@@ -82,7 +99,7 @@ def course(
     Every token but the first is scored, the last ones excepted, which are timed; recomputation
     scores every `recompute_every`-th only, from the `cache_length` tokens before it.
 
-    Raises InputError for a text not longer than the cache.
+    Raises InputError for a text not longer than the cache, or too short for a restart.
 
     Reference: Xiao et al., 2023, arXiv 2309.17453.
     """
@@ -90,6 +107,11 @@ def course(
         raise InputError(
             f"the text has {len(tokens)} tokens; more than cache_length={method.cache_length} and "
             f"{TIMED_STEPS} timed ones are needed"
+        )
+    if method.restart_every and len(tokens) <= method.restart_every + TIMED_STEPS:
+        raise InputError(
+            f"restart_every={method.restart_every} in a text of {len(tokens)} tokens: there is no "
+            "restart; fewer is right"
         )
     run = _recomputed if method.kind == "recompute" else _cached
     return run(model, torch.tensor([tokens]), method, recompute_every, progress or (lambda _: None))
@@ -109,16 +131,17 @@ def _cached(
         cache = SinkCache(model, window, method.num_sink_tokens)
     ids = ids.to(model.get_input_embeddings().weight.device)
     scored = ids.shape[1] - TIMED_STEPS
+    settled = 2 * method.cache_length if method.restart_every else 1
+    positions: list[int] = []
     losses: list[float] = []
-    before: Tensor | None = None
-    for start in range(0, scored, CHUNK):
-        part = ids[:, start : min(start + CHUNK, scored)]
-        logits = model(part, use_cache=True, **{name: cache}).logits[0].float()
-        known = logits[:-1] if before is None else torch.cat([before, logits[:-1]])
-        target = part[0, 1:] if before is None else part[0]
-        losses += torch.nn.functional.cross_entropy(known, target, reduction="none").tolist()
-        before = logits[-1:]
-        progress(start + part.shape[1])
+    for begin in range(0, scored, method.restart_every or scored):
+        if begin:
+            cache.reset()
+        end = min(begin + (method.restart_every or scored), scored)
+        read = partial(model, use_cache=True, **{name: cache})
+        part = _losses(read, ids[:, begin:end], partial(_from, progress, begin))
+        positions += range(begin + settled, end)
+        losses += part[settled - 1 :]
     times: list[float] = []
     for step in range(scored, ids.shape[1]):
         started = time.perf_counter()
@@ -128,7 +151,26 @@ def _cached(
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     if isinstance(cache, SinkCache):
         cache.close()
-    return Course(method, list(range(1, scored)), losses, 1000 * median(times), kept)
+    return Course(method, positions, losses, 1000 * median(times), kept)
+
+
+def _from(progress: Callable[[int], Any], begin: int, done: int) -> None:
+    progress(begin + done)
+
+
+def _losses(read: Callable[..., Any], ids: Tensor, progress: Callable[[int], Any]) -> list[float]:
+    """−ln p of every token but the first, read chunk by chunk."""
+    out: list[float] = []
+    before: Tensor | None = None
+    for start in range(0, ids.shape[1], CHUNK):
+        part = ids[:, start : start + CHUNK]
+        logits = read(part).logits[0].float()
+        known = logits[:-1] if before is None else torch.cat([before, logits[:-1]])
+        target = part[0, 1:] if before is None else part[0]
+        out += torch.nn.functional.cross_entropy(known, target, reduction="none").tolist()
+        before = logits[-1:]
+        progress(start + part.shape[1])
+    return out
 
 
 def _recomputed(
@@ -160,6 +202,30 @@ def perplexity(one: Course, start: int, stop: int) -> float:
     if not chosen:
         return float("nan")
     return float(torch.tensor(chosen, dtype=torch.float64).mean().exp())
+
+
+@dataclass(frozen=True)
+class Gap:
+    """By how much one course is worse than another on the tokens that both have scored."""
+
+    ratio: float
+    """Of the perplexities: exp of the mean difference of the losses."""
+    standard_error: float
+    """Of the ratio, as if tokens were independent of each other."""
+    tokens: int
+    """That both have scored, the cache full."""
+
+
+def gap(one: Course, other: Course) -> Gap:
+    """The first over the second; NaN where they share fewer than two tokens."""
+    theirs = dict(zip(other.positions, other.losses, strict=True))
+    start = max(one.method.cache_length, other.method.cache_length)
+    pairs = zip(one.positions, one.losses, strict=True)
+    both = [loss - theirs[at] for at, loss in pairs if at >= start and at in theirs]
+    if len(both) < 2:
+        return Gap(float("nan"), float("nan"), len(both))
+    ratio = exp(fmean(both))
+    return Gap(ratio, ratio * stdev(both) / sqrt(len(both)), len(both))
 
 
 def curve(one: Course, width: int) -> Iterator[tuple[int, float]]:
