@@ -4,7 +4,8 @@ For each cache length C, on a small Llama with random weights: a token by recomp
 recent; by transformers' own plain cache holding C keys; by the sink cache; and by the two classic
 designs of a sink cache, which turn all keys by −1 at each step, or all keys at each read. Then each
 design's own update alone, of one layer in the shape of an 8B model. Medians of CPU time, the
-forwards interleaved, so that all see the same machine. `--flat 10000 100000` times a token at those
+forwards interleaved, so that all see the same machine. A second table has the same
+of plain and sinks while nothing is evicted yet. `--flat 10000 100000` times a token at those
 lengths of a stream.
 """
 
@@ -136,6 +137,25 @@ def forwards(llama: Any, length: int, rounds: int) -> dict[str, float]:
     return out
 
 
+def growing(llama: Any, length: int, rounds: int) -> dict[str, float]:
+    """Milliseconds a token before anything is evicted, from `length` tokens on."""
+    name = decoder_of(llama).cache_argument
+    ids = torch.randint(0, 512, (1, length))
+    caches = {"sinks": SinkCache(llama, 2 * length + rounds, SINKS), "plain": DynamicCache()}
+    for cache in caches.values():
+        llama(ids, use_cache=True, **{name: cache})
+    out = interleaved(
+        {
+            which: lambda c=cache: llama(ids[:, :1], use_cache=True, **{name: c})
+            for which, cache in caches.items()
+        },
+        rounds,
+    )
+    assert int(caches["sinks"].evicted) == 0
+    caches["sinks"].close()
+    return out
+
+
 def updates(length: int, rounds: int) -> dict[str, float]:
     """Milliseconds of the cache's own update, one layer: 8 key/value heads of 128."""
     rotary = Rotary(1.0 / 10000 ** (torch.arange(0, 128, 2, dtype=torch.float64) / 128))
@@ -206,6 +226,11 @@ def main() -> None:
             f"| {got['turn all by -1'] / sinks:.2f} | {got['turn at read'] / sinks:.2f} |",
             flush=True,
         )
+    print("\n| tokens, none evicted | plain cache | sinks | sinks / plain |\n|---|---|---|---|")
+    for length in (64, 256, 1024, 4096):
+        got = growing(llama, length, given.rounds)
+        print(f"| {length:,} | {got['plain']:.2f} | {got['sinks']:.2f} "
+              f"| {got['sinks'] / got['plain']:.2f} |", flush=True)  # fmt: skip
     print(
         "\n| keys | update, sinks | turn all by −1 | turn at read | ratios |\n|---|---|---|---|---|"
     )

@@ -68,6 +68,7 @@ class SinkCache(Cache):
             ]
         )
         self._others = frozenset(kept) - {self.retention}
+        self._least = min(retention.capacity for retention in kept)
         self._attach()
 
     def _attach(self) -> None:
@@ -208,8 +209,7 @@ class SinkCache(Cache):
         tokens, self.call = self.call.tokens, None
         self._failed = failed
         if not failed:
-            least = min(layer.retention.capacity for layer in self.layers)
-            self.rows.count(tokens, croppable=least)
+            self.rows.count(tokens, croppable=self._least)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -26,9 +26,9 @@ class Rows:
     """What each row's token index is ahead of its rotary position."""
     columns: int = 0
     """Columns of all calls, padding included: what `generate` counts."""
-    real: list[Bool[Tensor, "batch query"]] | None = field(default_factory=list)
-    """Which columns were real, for `crop`; None from the first eviction on, also where the row
-    that it befell has gone since.
+    real: list[int | Bool[Tensor, "batch query"]] | None = field(default_factory=list)
+    """Which columns were real, for `crop`, a number of columns where all were; None from the first
+    eviction on, also where the row that it befell has gone since.
     """
 
     @property
@@ -79,13 +79,26 @@ class Rows:
         """Add a call's tokens; `croppable`: up to how many nothing has been evicted."""
         self.seen = tokens.after
         self.columns += tokens.length
-        if self.real is not None:
-            self.real = [*self.real, tokens.everywhere] if self.most <= croppable else None
+        if self.real is None:
+            return
+        if self.most > croppable:
+            self.real = None
+        elif tokens.real is not None:
+            self.real.append(tokens.real)
+        elif self.real and isinstance(self.real[-1], int):
+            self.real[-1] += tokens.length
+        else:
+            self.real.append(tokens.length)
 
     def crop(self, stays: int) -> None:
         """Take all columns back but the first `stays`."""
-        assert self.real is not None
-        real = torch.cat(self.real, dim=1)[:, :stays]
+        assert self.real is not None and self.seen is not None
+        batch = len(self.seen)
+        parts = [
+            torch.ones(batch, part, dtype=torch.bool) if isinstance(part, int) else part
+            for part in self.real
+        ]
+        real = torch.cat(parts, dim=1)[:, :stays]
         self.seen, self.columns, self.real = tuple(real.sum(1).tolist()), stays, [real]
 
     def select(self, chosen: Int[Tensor, " chosen"]) -> None:
@@ -95,4 +108,4 @@ class Rows:
         self.seen = tuple(self.seen[row] for row in numbers)
         self.base = tuple(self.base[row] for row in numbers)
         if self.real is not None:
-            self.real = [part[chosen] for part in self.real]
+            self.real = [part if isinstance(part, int) else part[chosen] for part in self.real]
