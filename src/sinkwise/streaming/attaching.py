@@ -57,6 +57,7 @@ def _carried(
     return None
 
 
+@torch.compiler.disable
 def _before(
     known: "weakref.ref[SinkCache]", module: nn.Module, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -156,7 +157,7 @@ def _hang(cache: "SinkCache", decoder: Decoder) -> list[Any]:
     handles: list[Any] = []
     if cache.needs_mask:
         name = decoder.config._attn_implementation or ""
-        if "flash" in name:
+        if "flash" in name or "flex" in name:
             raise InputError(
                 f"attn_implementation={name!r} takes no mask of queries by keys, which padding, "
                 "position biases and chunks after the first eviction need; load the model with "
@@ -171,6 +172,7 @@ def _hang(cache: "SinkCache", decoder: Decoder) -> list[Any]:
     return handles
 
 
+@torch.compiler.disable
 def _instead(
     known: "weakref.ref[SinkCache]", retention: Any, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
@@ -188,6 +190,7 @@ def _instead(
     return args, {**kwargs, **given}
 
 
+@torch.compiler.disable
 def _after(
     known: "weakref.ref[SinkCache]",
     module: nn.Module,

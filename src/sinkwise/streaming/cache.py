@@ -211,6 +211,7 @@ class SinkCache(Cache):
         if not failed:
             self.rows.count(tokens, croppable=self._least)
 
+    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -236,6 +237,7 @@ class SinkCache(Cache):
             return keys.repeat(1, 1, blocks, 1), values.repeat(1, 1, blocks, 1)
         return keys, values
 
+    @torch.compiler.disable
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, evicted and padding ones too; within a call, the keys before its own."""
         if self.call is None:
@@ -244,10 +246,12 @@ class SinkCache(Cache):
             return max(columns for _, columns in self._steps) - 1
         return self.call.past
 
+    @torch.compiler.disable
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Where the queries of a call stand among the keys that attention gets."""
         return self.get_seq_length(layer_idx)
 
+    @torch.compiler.disable
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         """Number of keys, and how far the first stands from 0 (a tensor of positions in 4.x)."""
         length = len(query_length) if isinstance(query_length, Tensor) else query_length
