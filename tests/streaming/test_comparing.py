@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from sinkwise.errors import InputError
 from sinkwise.reports.stream_figure import stream_figure
 from sinkwise.reports.stream_table import stream_rows, stream_table
-from sinkwise.streaming import comparing, keeping
+from sinkwise.streaming import comparing, keeping, timing
 from sinkwise.streaming.comparing import (
     Course,
     Method,
@@ -26,6 +26,7 @@ from sinkwise.streaming.comparing import (
     methods,
     perplexity,
 )
+from sinkwise.streaming.timing import step_times
 
 from ..tokenizers import word_tokenizer
 from .families import build, expected, texts
@@ -95,25 +96,59 @@ def test_a_restarted_cache_scores_each_part_as_a_text_of_its_own() -> None:
 
 
 def test_gap_is_that_of_the_tokens_that_both_scored() -> None:
-    one = Course(Method("sinks", 2, 1), [1, 2, 3, 5], [9.0, 1.0, 2.0, 4.0], 1.0, 0)
-    other = Course(Method("recompute", 2), [1, 2, 3, 4], [0.0, 0.5, 1.0, 1.0], 1.0, 0)
+    one = Course(Method("sinks", 2, 1), [1, 2, 3, 5], [9.0, 1.0, 2.0, 4.0], 0)
+    other = Course(Method("recompute", 2), [1, 2, 3, 4], [0.0, 0.5, 1.0, 1.0], 0)
     found = gap(one, other)  # differences 0.5 and 1: token 1 is before the cache is full
     assert found.tokens == 2
     assert found.ratio == pytest.approx(math.exp(0.75))
     assert found.standard_error == pytest.approx(math.exp(0.75) * math.sqrt(0.125) / math.sqrt(2))
-    assert math.isnan(gap(one, Course(other.method, [3], [1.0], 1.0, 0)).ratio)
+    assert math.isnan(gap(one, Course(other.method, [3], [1.0], 0)).ratio)
 
 
 def test_memory_is_that_of_the_keys_kept(courses: list[Course]) -> None:
     per_key = 2 * 2 * 3 * 8 * 4  # layers, keys and values, heads, head_dim, bytes
     dense, window, recompute, *sinks = courses
-    assert dense.bytes == LENGTH * per_key and recompute.bytes == 0
+    assert dense.bytes == SCORED * per_key and recompute.bytes == 0
     assert {one.bytes for one in (window, *sinks)} == {CACHE * per_key}
-    assert all(one.milliseconds > 0 for one in courses)
+
+
+def test_steps_are_timed_with_caches_as_full_as_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = build("llama"), texts(LENGTH)[0].tolist()
+    lengths: dict[str, set[int]] = {}
+    stepping = timing._stepping
+
+    def watched(model: Any, ids: torch.Tensor, cache: Any) -> Any:
+        step = stepping(model, ids, cache)
+        kind = f"{type(cache).__name__} {getattr(cache, 'retention', None)}"
+
+        def run(at: int) -> Any:
+            out = step(at)
+            lengths.setdefault(kind, set()).add(cache.layers[0].keys.shape[2])
+            return out
+
+        return run
+
+    monkeypatch.setattr(timing, "_stepping", watched)
+    kinds = [*methods(CACHE, [0, 3]), Method("sinks", CACHE, 3, 25)]
+    found = step_times(model, tokens, kinds)
+    assert list(found) == ["dense", "0 + 9", "recompute", "3 + 6"]
+    assert all(one > 0 for one in found.values())
+    dense = lengths.pop("DynamicCache None")
+    assert dense == set(range(SCORED + 1, LENGTH + 1))
+    assert list(lengths.values()) == [{CACHE}, {CACHE}]
+    assert not model.model._forward_hooks
+
+
+def test_dense_attention_ends_where_learned_positions_do() -> None:
+    model, tokens = build("gpt2"), texts(90)[0].tolist()
+    one = course(model, tokens, Method("dense", CACHE))
+    assert one.positions == list(range(1, 64))
+    assert course(model, tokens, Method("sinks", CACHE, 3)).positions == list(range(1, 74))
+    assert set(step_times(model, tokens, methods(CACHE, [3]))) >= {"dense", "3 + 6"}
 
 
 def test_perplexity_is_the_exponential_of_the_mean() -> None:
-    one = Course(Method("dense", 4), [1, 2, 3, 4], [math.log(2), math.log(8), 0.0, 0.0], 1.0, 0)
+    one = Course(Method("dense", 4), [1, 2, 3, 4], [math.log(2), math.log(8), 0.0, 0.0], 0)
     assert perplexity(one, 1, 3) == pytest.approx(4.0)
     assert math.isnan(perplexity(one, 9, 12))
     assert list(curve(one, 2)) == [(1, pytest.approx(2.0)), (3, pytest.approx(8**0.5)), (5, 1.0)]
@@ -158,7 +193,11 @@ def test_courses_are_kept_and_only_for_the_same_facts(
     assert keeping.load(one.method, keeping.facts("llama", [1, 2, 4], 5), tmp_path / "new") is None
     longer = replace(one.method, kind="window", cache_length=9, num_sink_tokens=0)
     assert keeping.load(longer, facts, tmp_path / "new") is None
-    (tmp_path / "new" / "3+6.json").write_text("{")
+    file = tmp_path / "new" / "3+6.json"
+    for unknown in ({**json.loads(file.read_text()), "milliseconds": 1.0}, {}):
+        file.write_text(json.dumps(unknown))
+        assert keeping.load(one.method, facts, tmp_path / "new") is None
+    file.write_text("{")
     assert keeping.load(one.method, facts, tmp_path / "new") is None
     with pytest.raises(InputError, match="needs a tokenizer"):
         keeping.text_tokens(build("llama"), tmp_path / "book.txt", 9)

@@ -46,6 +46,7 @@ def stream(
             stream_table,
         )
         from sinkwise.streaming import comparing, keeping
+        from sinkwise.streaming.timing import step_times
 
         try:
             sinks = [int(part) for part in num_sink_tokens.split(",")]
@@ -67,10 +68,11 @@ def stream(
                     one = comparing.course(module, ids, method, recompute_every, update)
                 keeping.save(one, facts, out)
             courses.append(one)
+        times = step_times(module, ids, methods)
         title = f"{model}: {tokens:,} tokens, cache of {cache_length}"
         write_bytes(out / "perplexity.png", png(stream_figure(courses, title, cache_length)))
         if as_json:
-            rows = stream_rows(courses, cache_length)
+            rows = stream_rows(courses, cache_length, times)
             anew = restart_gap(courses)
             over = {} if anew is None else {"over_restarted": asdict(anew)}
             typer.echo(json.dumps({**facts, "cache_length": cache_length, "rows": rows, **over}))
@@ -78,7 +80,7 @@ def stream(
         from rich.console import Console
 
         console = Console(width=None if sys.stdout.isatty() else 120)
-        console.print(stream_table(courses, cache_length, title))
+        console.print(stream_table(courses, cache_length, title, times))
         if restart_every:
             console.print(restart_words(courses), soft_wrap=True)
         console.print(f"Recomputation scores every {recompute_every}th token. Saved in {out}/")

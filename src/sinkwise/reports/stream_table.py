@@ -1,6 +1,6 @@
 """Courses over a text as a table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rich.table import Table
@@ -8,10 +8,13 @@ from rich.table import Table
 from sinkwise.streaming.comparing import Course, Gap, gap, perplexity
 
 
-def stream_rows(courses: Sequence[Course], cache_length: int) -> list[dict[str, object]]:
+def stream_rows(
+    courses: Sequence[Course], cache_length: int, times: Mapping[str, float] | None = None
+) -> list[dict[str, object]]:
     """One row a method: perplexity over the text once the cache is full, in its first and last
     quarter and by the positions that recomputation scored, how far above recomputation it is
-    there, milliseconds a token, MiB of cache. A restarted cache has no quarters.
+    there, milliseconds a token (`times`, by the method's name), MiB of cache. A restarted cache has
+    no quarters.
     """
     end = max(one.positions[-1] for one in courses) + 1
     quarter = (end - cache_length) // 4
@@ -21,7 +24,7 @@ def stream_rows(courses: Sequence[Course], cache_length: int) -> list[dict[str, 
     for one in courses:
         pairs = zip(one.positions, one.losses, strict=True)
         same = [pair for pair in pairs if pair[0] in shared]
-        at = Course(one.method, [p for p, _ in same], [loss for _, loss in same], 0.0, 0)
+        at = Course(one.method, [p for p, _ in same], [loss for _, loss in same], 0)
         restarted = bool(one.method.restart_every)
         over = gap(one, exact)
         unknown = restarted or over.tokens < 2
@@ -36,7 +39,7 @@ def stream_rows(courses: Sequence[Course], cache_length: int) -> list[dict[str, 
                 "at_recomputed": None if restarted else perplexity(at, 0, end),
                 "over_recomputed": None if unknown else over.ratio - 1,
                 "over_recomputed_error": None if unknown else over.standard_error,
-                "milliseconds": one.milliseconds,
+                "milliseconds": None if times is None or restarted else times[one.method.name],
                 "mebibytes": one.bytes / 2**20,
             }
         )  # fmt: skip
@@ -69,14 +72,19 @@ def _percent(value: float, error: float) -> str:
     return f"{100 * value:+.1f} ± {100 * error:.1f} %"
 
 
-def stream_table(courses: Sequence[Course], cache_length: int, title: str) -> Table:
+def stream_table(
+    courses: Sequence[Course],
+    cache_length: int,
+    title: str,
+    times: Mapping[str, float] | None = None,
+) -> Table:
     """The rows as a table for the terminal."""
     table = Table(title=title)
     heads = ("cache", "perplexity", "first quarter", "last quarter", "at recomputed",
              "over recomputed", "ms/token", "MiB")  # fmt: skip
     for head in heads:
         table.add_column(head, justify="left" if head == "cache" else "right")
-    for row in stream_rows(courses, cache_length):
+    for row in stream_rows(courses, cache_length, times):
         numbers = [row[key] for key in ("perplexity", "first_quarter", "last_quarter",
                                         "at_recomputed")]  # fmt: skip
         over, error = row["over_recomputed"], row["over_recomputed_error"]
@@ -85,7 +93,7 @@ def stream_table(courses: Sequence[Course], cache_length: int, title: str) -> Ta
             str(row["cache"]),
             *["-" if number is None else f"{number:,.2f}" for number in numbers],
             "-" if own else _percent(over, error),  # type: ignore[arg-type]
-            f"{row['milliseconds']:.1f}",
+            "-" if row["milliseconds"] is None else f"{row['milliseconds']:.1f}",
             f"{row['mebibytes']:.1f}",
         )
     return table

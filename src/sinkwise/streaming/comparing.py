@@ -1,24 +1,24 @@
 """The same text by dense attention, a plain window, recomputation, and sinks + window."""
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import exp, sqrt
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sinkwise.errors import InputError
+from sinkwise.hosts.inputs import position_limit
 from sinkwise.streaming.cache import SinkCache
 from sinkwise.streaming.decoder import decoder_of
 
 CHUNK = 256
 """Tokens that are scored at once; a chunk gives what its tokens give one by one."""
 TIMED_STEPS = 16
-"""Single steps that are timed."""
+"""Tokens at the end of a text that are not scored: they time single steps."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,6 @@ class Course:
     """Tokens that were scored."""
     losses: list[float]
     """−ln p of each."""
-    milliseconds: float
-    """Median of a token's forward pass at the end of the text, batch 1."""
     bytes: int
     """Of the keys and values kept at the end."""
 
@@ -96,8 +94,9 @@ def course(
 ) -> Course:
     """Score the text by one method.
 
-    Every token but the first is scored, the last ones excepted, which are timed; recomputation
-    scores every `recompute_every`-th only, from the `cache_length` tokens before it.
+    Every token but the first and the last `TIMED_STEPS` is scored; by recomputation every
+    `recompute_every`-th only, from the `cache_length` tokens before it; by dense attention those
+    for which the model has learned a position, where it has such.
 
     Raises InputError for a text not longer than the cache, or too short for a restart.
 
@@ -131,6 +130,8 @@ def _cached(
         cache = SinkCache(model, window, method.num_sink_tokens)
     ids = ids.to(model.get_input_embeddings().weight.device)
     scored = ids.shape[1] - TIMED_STEPS
+    if method.kind == "dense":
+        scored = dense_length(model, scored)
     settled = 2 * method.cache_length if method.restart_every else 1
     positions: list[int] = []
     losses: list[float] = []
@@ -142,16 +143,16 @@ def _cached(
         part = _losses(read, ids[:, begin:end], partial(_from, progress, begin))
         positions += range(begin + settled, end)
         losses += part[settled - 1 :]
-    times: list[float] = []
-    for step in range(scored, ids.shape[1]):
-        started = time.perf_counter()
-        logits = model(ids[:, step : step + 1], use_cache=True, **{name: cache}).logits
-        float(logits[0, -1, 0])  # waits for a GPU
-        times.append(time.perf_counter() - started)
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     if isinstance(cache, SinkCache):
         cache.close()
-    return Course(method, positions, losses, 1000 * median(times), kept)
+    return Course(method, positions, losses, kept)
+
+
+def dense_length(model: nn.Module, length: int) -> int:
+    """Tokens that dense attention can take of so many."""
+    learned = position_limit(decoder_of(model).base)
+    return length if learned is None else min(length, learned)
 
 
 def _from(progress: Callable[[int], Any], begin: int, done: int) -> None:
@@ -180,16 +181,12 @@ def _recomputed(
     ids = ids.to(model.get_input_embeddings().weight.device)
     positions = list(range(length, ids.shape[1] - TIMED_STEPS, every))
     losses: list[float] = []
-    times: list[float] = []
     for target in positions:
         window = ids[:, target - length : target]
-        started = time.perf_counter()
         logits = model(window, use_cache=False).logits[0, -1:].float()
-        loss = torch.nn.functional.cross_entropy(logits, ids[0, target : target + 1])
-        losses.append(float(loss))  # waits for a GPU as well
-        times.append(time.perf_counter() - started)
+        losses.append(float(torch.nn.functional.cross_entropy(logits, ids[0, target : target + 1])))
         progress(target)
-    return Course(method, positions, losses, 1000 * median(times[-TIMED_STEPS:]), 0)
+    return Course(method, positions, losses, 0)
 
 
 def perplexity(one: Course, start: int, stop: int) -> float:

@@ -41,14 +41,16 @@ def save(one: Course, of: dict[str, Any], folder: Path) -> None:
 
 
 def load(method: Method, of: dict[str, Any], folder: Path) -> Course | None:
-    """The course of that method that lies there; None where there is none of these facts."""
+    """The course of that method that lies there; None where there is none of these facts, or one
+    that this version cannot read.
+    """
     try:
         kept = json.loads(_file(method, folder).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        if kept.pop("facts") != of or Method(**kept.pop("method")) != method:
+            return None
+        return Course(method, **kept)
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
         return None
-    if kept.pop("facts") != of or Method(**kept.pop("method")) != method:
-        return None
-    return Course(method, **kept)
 
 
 def _file(method: Method, folder: Path) -> Path:
