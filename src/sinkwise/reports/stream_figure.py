@@ -6,21 +6,29 @@ from typing import Any
 
 from sinkwise.streaming.comparing import Course, curve
 
+LEAST_SCORED = 32
+"""Scored tokens of a point at least: fewer are noise, where recomputation scores few."""
+
 
 def stream_figure(courses: Sequence[Course], title: str, width: int) -> Any:
-    """An Altair chart; each point is the perplexity of `width` consecutive tokens."""
+    """An Altair chart; each point is the perplexity of `width` consecutive tokens, or of as many
+    times that as hold `LEAST_SCORED` scored ones.
+    """
     import altair as alt
 
     rows = [
         {"cache": one.method.name, "position": position, "perplexity": value}
         for one in courses
-        for position, value in curve(one, width)
+        for position, value in curve(one, _stretch(one, width))
         if math.isfinite(value)
     ]
     return (
         alt.Chart(
             alt.Data(values=rows),
-            title=alt.Title(title, subtitle=f"of {width} consecutive tokens; lower is better"),
+            title=alt.Title(
+                title,
+                subtitle=f"of {width} consecutive tokens{_wider(courses, width)}; lower is better",
+            ),
         )
         .mark_line(strokeWidth=2)
         .encode(
@@ -35,3 +43,14 @@ def stream_figure(courses: Sequence[Course], title: str, width: int) -> Any:
         )
         .properties(width=640, height=320)
     )
+
+
+def _stretch(one: Course, width: int) -> int:
+    apart = (one.positions[-1] - one.positions[0]) / max(len(one.positions) - 1, 1)
+    return width * math.ceil(LEAST_SCORED * apart / width)
+
+
+def _wider(courses: Sequence[Course], width: int) -> str:
+    exact = [one for one in courses if one.method.kind == "recompute"]
+    stretches = [stretch for one in exact if (stretch := _stretch(one, width)) > width]
+    return f" (recompute: {stretches[0]:,})" if stretches else ""
