@@ -56,6 +56,17 @@ class Forward(Part):
             self._owner.forward = self._before
 
 
+class Value(Part):
+    """An attribute with another value."""
+
+    def __init__(self, owner: nn.Module, name: str, value: object) -> None:
+        self._owner, self._name, self._before = owner, name, getattr(owner, name)
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        setattr(self._owner, self._name, self._before)
+
+
 @dataclass(frozen=True)
 class Mitigation(ABC):
     """Describes a mitigation; a frozen dataclass whose fields are numbers and words."""

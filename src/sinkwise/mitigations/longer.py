@@ -11,7 +11,7 @@ from sinkwise.errors import InputError
 from sinkwise.hosts.blocks import Block, find_blocks
 from sinkwise.hosts.hidden import behind, stands_for, visible
 from sinkwise.hosts.sites import attention_sites
-from sinkwise.mitigations.base import Child, Forward, Part
+from sinkwise.mitigations.base import Child, Forward, Part, Value
 from sinkwise.nn.registers import Registers
 
 CHILD = "registers"
@@ -19,14 +19,20 @@ CHILD = "registers"
 
 TAKES = {
     "timm.models.vision_transformer": ("Block",),
+    "timm.models.eva": ("EvaBlock", "EvaBlockPostNorm"),
     "transformers.": (
-        "ViTLayer", "DeiTLayer", "Dinov2Layer", "Dinov2WithRegistersLayer", "CLIPEncoderLayer",
-        "SiglipEncoderLayer", "BertLayer", "RobertaLayer", "XLMRobertaLayer", "CamembertLayer",
-        "ElectraLayer",
+        "ViTLayer", "DeiTLayer", "Dinov2Layer", "Dinov2WithRegistersLayer", "DINOv3ViTLayer",
+        "CLIPEncoderLayer", "SiglipEncoderLayer", "BertLayer", "RobertaLayer", "XLMRobertaLayer",
+        "CamembertLayer", "ElectraLayer",
     ),
     "open_clip.": ("ResidualAttentionBlock",),
 }  # fmt: skip
-"""Library → blocks that look both ways and in which a token's place plays no part."""
+"""Library → blocks that look both ways and in which the place of a token in front plays no part:
+positions were added before, or rotary ones turn the patches alone.
+"""
+
+UNTURNED = "num_prefix_tokens"
+"""timm's attention leaves so many tokens in front as they are, where it turns the patches."""
 
 _STREAM = ("hidden_states", "x", "q_x")
 _MASKS = ("attention_mask", "attn_mask")
@@ -118,6 +124,9 @@ def lengthen(model: nn.Module, registers: Registers, parts: list[Part]) -> None:
         forward = block.module.forward
         longer = LongerBlock(block.name, forward, registers, first=block is blocks[0])
         parts.append(Forward(block.module, longer))
+        for module in block.module.modules():
+            if isinstance(count := getattr(module, UNTURNED, None), int):
+                parts.append(Value(module, UNTURNED, count + registers.count))
 
 
 def width(model: nn.Module) -> int:
@@ -165,8 +174,8 @@ def _refusal(block: nn.Module) -> str | None:
     if not known:
         names = ", ".join(sum(TAKES.values(), ()))
         return (
-            f"is a {type(block).__name__}. Known to look both ways, with positions added before "
-            f"the first block, are {names}; {_CAUSAL}"
+            f"is a {type(block).__name__}. Known to look both ways, with positions that tokens in "
+            f"front do not move, are {names}; {_CAUSAL}"
         )
     configs = {type(getattr(module, "config", None)).__name__ for module in block.modules()}
     if getattr(block, "is_decoder", False) or "CLIPTextConfig" in configs:

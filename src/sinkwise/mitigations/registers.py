@@ -20,14 +20,16 @@ class Registers(Mitigation):
     they are; each block hands its tokens on without them. Pooling, patch features,
     `forward_features`, intermediate features and hidden states keep their shapes, and class tokens
     stay first. Token layouts call them `register`; in maps and scans they are tokens 0 onwards.
-    The blocks do not look at a token's place, so before or after the class token is the same.
+    The blocks do not look at their place, so before or after the class token is the same; rotary
+    positions (timm's EVA and DINOv3, transformers' DINOv3) turn the patches as before, and no
+    register.
 
     They start as distinct draws from N(0, std²): equal ones would stay equal. There is no start
     that leaves a pretrained model as it is: a token takes attention from the others as soon as it
     is seen, and one that is masked away gets no gradient. Train the model with them.
 
-    Raises InputError for fewer than one, and on application where a model is causal, has positions
-    inside its attention (rotary, relative), or several towers.
+    Raises InputError for fewer than one, and on application where a model is causal, has relative
+    positions inside its attention, or several towers.
 
     Reference: Darcet et al., 2024, arXiv 2309.16588.
     """
