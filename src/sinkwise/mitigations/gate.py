@@ -11,6 +11,8 @@ from sinkwise.errors import InputError
 from sinkwise.hosts.blocks import clean, find_blocks, holds_attention
 from sinkwise.hosts.sites import attention_sites
 from sinkwise.mitigations.base import Child, Hooks, Mitigation, Part
+from sinkwise.mitigations.inside import watch
+from sinkwise.mitigations.multihead import GatedMultihead
 from sinkwise.nn.gate import GateKind, OutputGate
 from sinkwise.records import AttentionSite
 
@@ -31,8 +33,13 @@ class Gate(Mitigation):
     `init="paper"`: W_g ~ N(0, 1e-6), b = 2 and gain 1; every factor starts near 0.88, so outputs
     change at once: it is for models that are trained with the gate from the start.
 
-    Raises InputError for another kind or init, and, on application, where a model has an output
-    gate already, or W_O is not called as a module of its own (`nn.MultiheadAttention`).
+    In cross attention x are the queries' tokens. `nn.MultiheadAttention` multiplies by W_O inside
+    of torch and is gated there, in training and inference; where inference took torch's fused path
+    (also that of `nn.TransformerEncoderLayer`), it is left, and outputs stay within rounding: 1e-6.
+    Attention outside of the blocks whose layout is unknown (timm's pooling) has no gate.
+
+    Raises InputError for another kind or init, and, on application, where a layer of a block has an
+    output gate already, or something else than W_O between its heads and its output.
 
     Reference: Qiu et al., 2025, arXiv 2505.06708 (position G1).
     """
@@ -62,7 +69,10 @@ class Gate(Mitigation):
                 generator=generator,
             ).to(device=weight.device, dtype=weight.dtype)
             parts.append(Child(place.attention, CHILD, gate))
-            parts.append(Hooks(_GateHooks(place, gate).register()))
+            if isinstance(place.attention, nn.MultiheadAttention):
+                watch(GatedMultihead(place.path, place.attention, gate), parts)
+            else:
+                parts.append(Hooks(_GateHooks(place, gate).register()))
 
 
 class HeadGate(OutputGate):
@@ -140,11 +150,6 @@ def _places(model: nn.Module) -> list[_Place]:
     for path, module in modules.items():
         if isinstance(getattr(module, CHILD, None), OutputGate):
             raise InputError(f"{path!r} has a gate already: undo() takes it out")
-        if isinstance(module, nn.MultiheadAttention):
-            raise InputError(
-                f"{path!r} is an nn.MultiheadAttention, which multiplies by W_O inside of torch; "
-                "a gate needs a model that calls its output projection"
-            )
     holders = {
         weight.untyped_storage().data_ptr(): module
         for module in modules.values()
