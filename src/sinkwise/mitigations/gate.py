@@ -8,13 +8,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkwise.errors import InputError
-from sinkwise.hosts.blocks import clean, find_blocks, holds_attention
-from sinkwise.hosts.sites import attention_sites
 from sinkwise.mitigations.base import Child, Hooks, Mitigation, Part
 from sinkwise.mitigations.inside import watch
+from sinkwise.mitigations.layers import Layer, attention_layers
 from sinkwise.mitigations.multihead import GatedMultihead
 from sinkwise.nn.gate import GateKind, OutputGate
-from sinkwise.records import AttentionSite
 
 GateInit = Literal["identity", "paper"]
 
@@ -146,36 +144,16 @@ class _GateHooks:
 
 def _places(model: nn.Module) -> list[_Place]:
     """The attention layers of a model, all of them. Raises InputError where one takes no gate."""
-    modules = {clean(name): module for name, module in model.named_modules()}
-    for path, module in modules.items():
-        if isinstance(getattr(module, CHILD, None), OutputGate):
-            raise InputError(f"{path!r} has a gate already: undo() takes it out")
     holders = {
         weight.untyped_storage().data_ptr(): module
-        for module in modules.values()
+        for module in model.modules()
         if isinstance(weight := getattr(module, "weight", None), nn.Parameter)
     }
-    places = []
-    for path, site in attention_sites(model).items():
-        places.append(_place(path, modules[path], site, holders))
-    for block in find_blocks(model):
-        attends = holds_attention(block.module)
-        if attends and not any(place.path.startswith(f"{block.name}.") for place in places):
-            gated = any(getattr(module, "gate", None) for module in block.module.modules())
-            why = (
-                "has an output gate of its own" if gated else "stores its weights in an unknown way"
-            )
-            raise InputError(
-                f"no gate fits {block.name!r} ({type(block.module).__name__}): it {why}"
-            )
-    if not places:
-        raise InputError(f"no gate fits {type(model).__name__}: no attention layer was found in it")
-    return places
+    return [_place(layer, holders) for layer in attention_layers(model, CHILD, "no gate fits")]
 
 
-def _place(
-    path: str, attention: nn.Module, site: AttentionSite, holders: dict[int, nn.Module]
-) -> _Place:
+def _place(layer: Layer, holders: dict[int, nn.Module]) -> _Place:
+    path, attention, site = layer
     projection = None if site.o is None else holders.get(site.o.untyped_storage().data_ptr())
     if site.q is None or site.o is None or projection is None:
         raise InputError(f"no gate fits {path!r}: its output projection is no plain linear map")

@@ -44,7 +44,7 @@ class Watched(ABC):
 
     def __init__(self, path: str, attention: nn.Module) -> None:
         self.path, self.attention = path, attention
-        self._forward = attention.forward
+        self._forward = self.__wrapped__ = attention.forward  # the latter for its signature
         # The compiler cannot follow into `unwrapped_mha`; anything else stays one graph.
         self._run = _uncompiled() if isinstance(attention, nn.MultiheadAttention) else _run
 
