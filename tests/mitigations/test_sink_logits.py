@@ -57,7 +57,7 @@ def read(model, inputs):
 def test_minus_twenty_leaves_the_outputs_and_undo_leaves_no_trace(name):
     model, inputs = build(name)
     before, plain, tokens = state_of(model), outputs(model, inputs), read(model, inputs)
-    handle = mitigate(model, SinkLogits(init=-20))
+    handle = mitigate(model, SinkLogits(init=-20.0))
     assert len(logits(model)) == len(attention_sites(model))
     for one, other in zip(read(model, inputs), tokens, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

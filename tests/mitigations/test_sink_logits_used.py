@@ -11,7 +11,7 @@ from sinkwise.mitigations.applying import mitigate, mitigated
 from sinkwise.mitigations.sink_logits import SinkLogits
 from tests.mitigations.test_gate import outputs, same_bits
 from tests.mitigations.test_sink_logits import logits, randomise
-from tests.models import build, ids, padded, run
+from tests.models import build, ids, padded, run, tensors
 
 CAPTURED = [
     "timm-vit-sdpa", "timm-vit-eager", "timm-swin-eager", "llama-sdpa", "llama-eager",
@@ -168,6 +168,22 @@ def test_the_gradient_at_minus_twenty_is_as_small_as_the_share():
     assert 0 < sizes[1] / sizes[0] < 10 * math.exp(-20)
 
 
+@pytest.mark.parametrize("name", ["llama-sdpa", "llama-eager", "dinov3-sdpa", "nn-mha-weights"])
+def test_autocast_is_what_it_is_without_logits(name):
+    """Rotated queries are float32 there, beside values in half precision."""
+    model, inputs = build(name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = outputs(model, inputs)
+        mitigate(model, SinkLogits(init=-20.0))
+        for one, other in zip(outputs(model, inputs), plain, strict=True):
+            torch.testing.assert_close(one, other)
+        randomise(model)
+        with torch.no_grad(), sw.capture(model, lambda record: None):
+            run(model, inputs)
+        tensors(run(model, inputs))[0].float().square().sum().backward()
+    assert all(module.logit.grad.isfinite().all() for module in logits(model))
+
+
 @pytest.mark.parametrize("window", [64, 8])
 def test_text_without_end_over_a_window(window):
     """A sink cache that still holds everything gives what a plain forward gives."""
@@ -195,7 +211,7 @@ def test_trained_models_have_scores_far_below_zero(spec, moved):
     else:
         inputs = {"input_ids": torch.randint(5, model.config.vocab_size, (2, 128))}
     plain, found = outputs(model, inputs)[0], {}
-    for init in (-20, -40):
+    for init in (-20.0, -40.0):
         with mitigate(model, SinkLogits(init=init)):
             found[init] = outputs(model, inputs)[0]
     change = (found[-20] - plain).norm() / plain.norm()
