@@ -1,5 +1,6 @@
 """The attention layers that a mitigation goes into: all of a model's, or none."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import nn
@@ -18,9 +19,10 @@ class Layer(NamedTuple):
     site: AttentionSite
 
 
-def attention_layers(model: nn.Module, child: str, nothing_fits: str) -> list[Layer]:
+def attention_layers(model: nn.Module, child: str, nothing_fits: str) -> Iterator[Layer]:
     """Every attention layer of known layout, at least one in each block that holds attention.
 
+    One after the other, so that what a caller says of a known layer comes before what is unknown.
     Raises InputError, which begins with `nothing_fits`, where there is none, where a block's are
     unknown, or where one has a `child` already.
     """
@@ -28,9 +30,12 @@ def attention_layers(model: nn.Module, child: str, nothing_fits: str) -> list[La
     for path, module in modules.items():
         if isinstance(getattr(module, child, None), nn.Module):
             raise InputError(f"{nothing_fits} {path!r}, which has {child!r}: undo() takes that out")
-    layers = [Layer(path, modules[path], site) for path, site in attention_sites(model).items()]
+    paths = []
+    for path, site in attention_sites(model).items():
+        paths.append(path)
+        yield Layer(path, modules[path], site)
     for block in find_blocks(model):
-        inside = any(layer.path.startswith(f"{block.name}.") for layer in layers)
+        inside = any(path.startswith(f"{block.name}.") for path in paths)
         if holds_attention(block.module) and not inside:
             gated = any(
                 "attention" in type(module).__name__.lower() and getattr(module, "gate", None)
@@ -41,7 +46,6 @@ def attention_layers(model: nn.Module, child: str, nothing_fits: str) -> list[La
                 f"{nothing_fits} {block.name!r} ({type(block.module).__name__}): its attention "
                 f"{why}, which is unknown here"
             )
-    if not layers:
+    if not paths:
         kind = type(model).__name__
         raise InputError(f"{nothing_fits} {kind}: no attention layer was found in it")
-    return layers

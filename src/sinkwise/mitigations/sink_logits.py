@@ -77,18 +77,18 @@ class SinkLogits(Mitigation):
                     f"no sink logits fit {kind}: it runs attn_implementation={kernel!r}, which "
                     "they cannot join; call model.set_attn_implementation('sdpa') first"
                 )
-        layers = attention_layers(model, CHILD, "no sink logits fit")
-        for path, attention, site in layers:
+        layers = []
+        for path, attention, site in attention_layers(model, CHILD, "no sink logits fit"):
             own = None if site.q is None else owned(attention, site.q.shape[0])
             if site.q is None or own is not None:
                 why = "unknown heads" if own is None else f"sink logits of its own, {own!r}"
                 raise InputError(f"no sink logits fit {path!r}: it has {why}")
-        for path, attention, site in layers:
-            assert site.q is not None
-            logits = HeadLogits(site.q.shape[0], self.softmax, self.init)
-            logits.to(device=site.q.device, dtype=site.q.dtype)
+            layers.append((path, attention, site.q))
+        for path, attention, q in layers:
+            logits = HeadLogits(q.shape[0], self.softmax, self.init)
+            logits.to(device=q.device, dtype=q.dtype)
             if not logits.logit.isfinite().all():
-                raise InputError(f"init={self.init} is not finite in {path!r}'s {site.q.dtype}")
+                raise InputError(f"init={self.init} is not finite in {path!r}'s {q.dtype}")
             parts.append(Child(attention, CHILD, logits))
             watch(_WithLogits(path, attention, logits), parts)
 
