@@ -192,6 +192,19 @@ def test_a_saved_model_has_its_gates(tmp_path):
     assert same_bits(outputs(other, inputs), outputs(model, inputs))
 
 
+@pytest.mark.parametrize("mitigation", [Gate(), sw.SinkLogits()])
+def test_pooling_of_unknown_layout_outside_of_the_blocks_is_left_as_it_is(mitigation):
+    model, inputs = build("timm-vit-pool-sdpa")
+    mitigate(model, mitigation)
+    outputs(model, inputs)
+    put_in = {
+        name.rpartition(".")[0]
+        for name, _ in model.named_modules()
+        if name.endswith((CHILD, "sink_logits"))
+    }
+    assert put_in == {"blocks.0.attn", "blocks.1.attn"}
+
+
 def test_registers_go_along():
     transformer = pytest.importorskip("open_clip.transformer")
     torch.manual_seed(0)
