@@ -17,6 +17,7 @@ VARIANTS = {
     "plain": (),
     "gate, headwise": (sw.Gate("headwise"),),
     "gate, elementwise": (sw.Gate("elementwise"),),
+    "sink logits": (sw.SinkLogits(),),
     "4 registers": (sw.Registers(4),),
     "elementwise gate and 4 registers": (sw.Gate("elementwise"), sw.Registers(4)),
 }

@@ -35,6 +35,7 @@ _EXPORTS = {
     "mitigated": "mitigations.applying",
     "Mitigated": "mitigations.applying",
     "Gate": "mitigations.gate",
+    "SinkLogits": "mitigations.sink_logits",
     "Registers": "mitigations.registers",
     "RegisterNeurons": "mitigations.neurons",
     "find_register_neurons": "mitigations.finding",

@@ -36,7 +36,7 @@ def find(owner: nn.Module | None, frame: FrameType | None, heads: int) -> Sink |
         frame = frame.f_back
     if owner is None or frame is None:
         return None
-    name = _owned(owner, heads) or _handed(owner, frame, heads)
+    name = owned(owner, heads) or _handed(owner, frame, heads)
     if name is None:
         return None
     set_to = getattr(getattr(owner, "config", None), "_attn_implementation", None)
@@ -59,7 +59,8 @@ def error(sink: Sink, name: str, layer: int) -> CaptureError:
     )
 
 
-def _owned(owner: nn.Module, heads: int) -> str | None:
+def owned(owner: nn.Module, heads: int) -> str | None:
+    """The parameter or layer of an attention module that is a sink logit of its own, or None."""
     for name, parameter in owner.named_parameters(recurse=False):
         if _OWNED.search(name) and parameter.numel() in (1, heads) and _matters(parameter):
             return name

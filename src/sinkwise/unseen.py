@@ -61,10 +61,11 @@ def why(model: nn.Module) -> str:
 def _unusual_kernel(model: nn.Module) -> str | None:
     """The first kernel named by a configuration of the model that is none of torch's own."""
     own = ("eager", "sdpa", "flex_attention")
-    return next((kernel for kernel in _kernels(model) if kernel not in own), None)
+    return next((kernel for kernel in kernels_of(model) if kernel not in own), None)
 
 
-def _kernels(model: nn.Module) -> list[str]:
+def kernels_of(model: nn.Module) -> list[str]:
+    """Every `attn_implementation` that a configuration of the model names."""
     named = (
         getattr(getattr(module, "config", None), "_attn_implementation", None)
         for module in model.modules()

@@ -80,6 +80,26 @@ def test_a_mitigated_model_is_saved_and_diagnosed(folder):
     assert (layers["received_register"] > 0).all()
 
 
+@pytest.mark.parametrize(("softmax", "added"), [("learnable", 6), ("off-by-one", 0)])
+def test_sink_logits_are_saved_and_diagnosed(folder, softmax, added):
+    arguments = ("mitigate", "bert", "--sink-logits", softmax, "--out", softmax, "--json")
+    done = sinkwise(*arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["parameters_added"] == added
+    assert facts["mitigations"] == [f"SinkLogits(softmax='{softmax}', init=0.0)"]
+    done = sinkwise(
+        "diagnose", softmax, "--text", "book.txt", "--samples", 2, "--out", f"scan-{softmax}",
+        "--json", cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    layers = pl.read_parquet(folder / f"scan-{softmax}" / "layers.parquet")
+    kinds = ("cls", "text", "special")
+    received = layers.select(pl.sum_horizontal(f"received_{kind}" for kind in kinds)).to_series()
+    # 64 scores near 0 beside one logit of 0.
+    assert received.to_list() == pytest.approx([64 / 65] * 2, abs=1e-3)
+
+
 def test_as_json(folder):
     done = sinkwise(
         "mitigate", "bert", "--gate", "elementwise", "--init", "paper", "--out", "paper", "--json",
@@ -111,6 +131,7 @@ def test_a_test_time_register(folder):
         (("--init", "paper", "--out", "new"), "--init paper is for a --gate"),
         (("--gate", "open", "--out", "new"), "kind='open' is none of elementwise, headwise"),
         (("--gate", "headwise", "--init", "x", "--out", "new"), "init='x' is none of"),
+        (("--sink-logits", "two", "--out", "new"), "softmax='two' is none of learnable, off-by-"),
         (("--gate", "headwise", "--out", "bert"), "is not empty"),
         (("--test-time-register", "--out", "new"), "go together"),
         (("--gate", "headwise", "--samples", "3", "--out", "new"), "--samples 3 is for --images"),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkwise.attention.reference import attention
@@ -349,3 +350,15 @@ def test_unusable_modules_are_named():
         SinkLogit(0)
     with pytest.raises(InputError, match="init=-inf must be finite"):
         SinkLogit(2, init=-math.inf)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_autocast_casts_what_f_scaled_dot_product_attention_casts(form):
+    q, k, v = torch.randn(3, 2, 3, 5, 8)
+    half = [t.to(torch.bfloat16) for t in (q, k, v)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = sink_attention(q, k, half[2], torch.zeros(3), form=form)
+        exact = sink_attention(*(t.double() for t in (q, k, v)), torch.zeros(3), form=form)
+    assert mixed.dtype == F.scaled_dot_product_attention(*half).dtype
+    assert torch.equal(mixed, sink_attention(*half, torch.zeros(3), form=form))
+    assert exact.dtype == torch.float64

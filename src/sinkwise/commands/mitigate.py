@@ -25,6 +25,13 @@ def mitigate(
         str | None,
         typer.Option(help="The gate's start: identity (default; outputs stay) or paper."),
     ] = None,
+    sink_logits: Annotated[
+        str | None,
+        typer.Option(
+            help="learnable or off-by-one: a logit a head in every softmax's denominator, from 0 "
+            "on or fixed there."
+        ),
+    ] = None,
     registers: Annotated[
         int | None, typer.Option(help="Learned tokens in front, for models that look both ways.")
     ] = None,
@@ -58,12 +65,15 @@ def mitigate(
         from sinkwise.mitigations.gate import Gate
         from sinkwise.mitigations.loading import load
         from sinkwise.mitigations.registers import Registers
+        from sinkwise.mitigations.sink_logits import SinkLogits
 
         chosen: list[Mitigation] = []
         if gate is not None:
             chosen.append(Gate(gate, init or "identity"))  # type: ignore[arg-type]
         elif init is not None:
             raise InputError(f"--init {init} is for a --gate, and none was given")
+        if sink_logits is not None:
+            chosen.append(SinkLogits(sink_logits))  # type: ignore[arg-type]
         if registers is not None:
             chosen.append(Registers(registers))
         if test_time_register != (images is not None):
@@ -72,8 +82,8 @@ def mitigate(
             raise InputError(f"--samples {samples} is for --images, and none were given")
         if not chosen and images is None:
             raise InputError(
-                "give what to put in: --gate elementwise, --registers 4, or both, or "
-                "--test-time-register --images DIR"
+                "give what to put in: --gate elementwise, --sink-logits learnable, --registers 4, "
+                "or several, or --test-time-register --images DIR"
             )
         check_new(out)
         module = load(model, dtype=dtype)
@@ -102,5 +112,5 @@ def _words(facts: dict) -> str:
     return (
         f"{facts['model']}: {', '.join(facts['mitigations'])}, {facts['parameters_added']:,} new "
         f"parameters ({share:.1f}%).\nSaved in {facts['out']}/, which sinkwise.load and sinkwise "
-        "diagnose read. Gates and registers are still to be trained."
+        "diagnose read. Gates, logits and registers are still to be trained."
     )

@@ -97,7 +97,9 @@ def mitigate(model: nn.Module, *mitigations: Mitigation, seed: int = 0) -> Mitig
             f"{type(model).__name__} has no weights yet (meta device): load them first"
         )
     if not mitigations:
-        raise InputError("mitigate needs what to put in: Gate('elementwise'), Registers(4)")
+        raise InputError(
+            "mitigate needs what to put in: Gate('elementwise'), SinkLogits(), Registers(4)"
+        )
     for mitigation in mitigations:
         if not isinstance(mitigation, Mitigation):
             raise InputError(f"{mitigation!r} is no mitigation; Gate() and Registers(4) are")

@@ -8,11 +8,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkwise.errors import InputError
-from sinkwise.hosts.blocks import clean, find_blocks, holds_attention
-from sinkwise.hosts.sites import attention_sites
 from sinkwise.mitigations.base import Child, Hooks, Mitigation, Part
+from sinkwise.mitigations.inside import watch
+from sinkwise.mitigations.layers import Layer, attention_layers
+from sinkwise.mitigations.multihead import GatedMultihead
 from sinkwise.nn.gate import GateKind, OutputGate
-from sinkwise.records import AttentionSite
 
 GateInit = Literal["identity", "paper"]
 
@@ -31,8 +31,13 @@ class Gate(Mitigation):
     `init="paper"`: W_g ~ N(0, 1e-6), b = 2 and gain 1; every factor starts near 0.88, so outputs
     change at once: it is for models that are trained with the gate from the start.
 
-    Raises InputError for another kind or init, and, on application, where a model has an output
-    gate already, or W_O is not called as a module of its own (`nn.MultiheadAttention`).
+    In cross attention x are the queries' tokens. `nn.MultiheadAttention` multiplies by W_O inside
+    of torch and is gated there, in training and inference; where inference took torch's fused path
+    (also that of `nn.TransformerEncoderLayer`), it is left, and outputs stay within rounding: 1e-6.
+    Attention outside of the blocks whose layout is unknown (timm's pooling) has no gate.
+
+    Raises InputError for another kind or init, and, on application, where a layer of a block has an
+    output gate already, or something else than W_O between its heads and its output.
 
     Reference: Qiu et al., 2025, arXiv 2505.06708 (position G1).
     """
@@ -62,7 +67,10 @@ class Gate(Mitigation):
                 generator=generator,
             ).to(device=weight.device, dtype=weight.dtype)
             parts.append(Child(place.attention, CHILD, gate))
-            parts.append(Hooks(_GateHooks(place, gate).register()))
+            if isinstance(place.attention, nn.MultiheadAttention):
+                watch(GatedMultihead(place.path, place.attention, gate), parts)
+            else:
+                parts.append(Hooks(_GateHooks(place, gate).register()))
 
 
 class HeadGate(OutputGate):
@@ -136,41 +144,16 @@ class _GateHooks:
 
 def _places(model: nn.Module) -> list[_Place]:
     """The attention layers of a model, all of them. Raises InputError where one takes no gate."""
-    modules = {clean(name): module for name, module in model.named_modules()}
-    for path, module in modules.items():
-        if isinstance(getattr(module, CHILD, None), OutputGate):
-            raise InputError(f"{path!r} has a gate already: undo() takes it out")
-        if isinstance(module, nn.MultiheadAttention):
-            raise InputError(
-                f"{path!r} is an nn.MultiheadAttention, which multiplies by W_O inside of torch; "
-                "a gate needs a model that calls its output projection"
-            )
     holders = {
         weight.untyped_storage().data_ptr(): module
-        for module in modules.values()
+        for module in model.modules()
         if isinstance(weight := getattr(module, "weight", None), nn.Parameter)
     }
-    places = []
-    for path, site in attention_sites(model).items():
-        places.append(_place(path, modules[path], site, holders))
-    for block in find_blocks(model):
-        attends = holds_attention(block.module)
-        if attends and not any(place.path.startswith(f"{block.name}.") for place in places):
-            gated = any(getattr(module, "gate", None) for module in block.module.modules())
-            why = (
-                "has an output gate of its own" if gated else "stores its weights in an unknown way"
-            )
-            raise InputError(
-                f"no gate fits {block.name!r} ({type(block.module).__name__}): it {why}"
-            )
-    if not places:
-        raise InputError(f"no gate fits {type(model).__name__}: no attention layer was found in it")
-    return places
+    return [_place(layer, holders) for layer in attention_layers(model, CHILD, "no gate fits")]
 
 
-def _place(
-    path: str, attention: nn.Module, site: AttentionSite, holders: dict[int, nn.Module]
-) -> _Place:
+def _place(layer: Layer, holders: dict[int, nn.Module]) -> _Place:
+    path, attention, site = layer
     projection = None if site.o is None else holders.get(site.o.untyped_storage().data_ptr())
     if site.q is None or site.o is None or projection is None:
         raise InputError(f"no gate fits {path!r}: its output projection is no plain linear map")

@@ -19,9 +19,10 @@ from sinkwise.mitigations.gate import Gate
 from sinkwise.mitigations.neurons import RegisterNeurons
 from sinkwise.mitigations.registers import Registers
 from sinkwise.mitigations.saving import FORMAT, KEY, WEIGHTS
+from sinkwise.mitigations.sink_logits import SinkLogits
 
 MITIGATIONS: dict[str, type[Mitigation]] = {
-    kind.name: kind for kind in (Gate, Registers, RegisterNeurons)
+    kind.name: kind for kind in (Gate, SinkLogits, Registers, RegisterNeurons)
 }
 """What a folder may say is in its model."""
 

@@ -84,6 +84,7 @@ def sink_attention(
             dropout_p=dropout_p,
             form=form,
         )
+    q, k, v = _cast(q), _cast(k), _cast(v)
     _check(q, k, v, sink, attn_mask, is_causal, dropout_p)
     if form not in get_args(SinkForm):
         raise InputError(f"form={form!r} must be one of {', '.join(get_args(SinkForm))}")
@@ -97,6 +98,17 @@ def sink_attention(
     # The kernel reads rows of channels as they lie.
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     return RescaledAttention.apply(q, k, v, sink, bias, is_causal, scale)
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    """What autocast does to the arguments of F.scaled_dot_product_attention: rotated queries are
+    float32 beside values in half precision.
+    """
+    device = tensor.device.type
+    known = torch.amp.is_autocast_available(device)
+    if tensor.dtype == torch.float64 or not (known and torch.is_autocast_enabled(device)):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def _check(
@@ -149,8 +161,9 @@ def _bias(attn_mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
 class SinkLogit(nn.Module):
     """`sink_attention` with one learned logit a head: `logit` [head], all `init` at the start.
 
-    At 0 it starts as softmax-one. A very negative start (-20) leaves a trained model nearly as it
-    is; the logit's gradient is then as small as the share that the sink takes.
+    At 0 it starts as softmax-one. A start far below every query's log-sum-exp (-20 at random
+    weights, -40 in trained models) leaves a model nearly as it is; the logit's gradient is then as
+    small as the share that the sink takes.
 
     Raises InputError where there is no head, or where `init` is not finite: a sink at -inf would
     never get a gradient.
