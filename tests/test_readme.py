@@ -41,8 +41,10 @@ def test_every_option_in_the_readme_exists() -> None:
 
     from sinkwise.cli import app
 
-    diagnose = get_command(app).commands["diagnose"]  # type: ignore[attr-defined]
-    known = {option for parameter in diagnose.params for option in parameter.opts}
+    commands = list(get_command(app).commands.values())  # type: ignore[attr-defined]
+    for command in commands:  # grows
+        commands += getattr(command, "commands", {}).values()
+    known = {option for one in commands for parameter in one.params for option in parameter.opts}
     named = set(re.findall(r"`(--[a-z-]+)", README))
     assert named
     assert named <= known, named - known
