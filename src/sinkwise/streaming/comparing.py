@@ -119,15 +119,8 @@ def course(
 def _cached(
     model: Any, ids: Tensor, method: Method, _every: int, progress: Callable[[int], Any]
 ) -> Course:
-    from transformers import DynamicCache
-
     name = decoder_of(model).cache_argument
-    cache: Any
-    if method.kind == "dense":
-        cache = DynamicCache(config=model.config)
-    else:
-        window = method.cache_length - method.num_sink_tokens
-        cache = SinkCache(model, window, method.num_sink_tokens)
+    cache = empty_cache(model, method)
     ids = ids.to(model.get_input_embeddings().weight.device)
     scored = ids.shape[1] - TIMED_STEPS
     if method.kind == "dense":
@@ -147,6 +140,16 @@ def _cached(
     if isinstance(cache, SinkCache):
         cache.close()
     return Course(method, positions, losses, kept)
+
+
+def empty_cache(model: Any, method: Method) -> Any:
+    """A cache of the method's kind, attached to the model where it is a sink cache."""
+    from transformers import DynamicCache
+
+    if method.kind == "dense":
+        return DynamicCache(config=model.config)
+    window = method.cache_length - method.num_sink_tokens
+    return SinkCache(model, window, method.num_sink_tokens)
 
 
 def dense_length(model: nn.Module, length: int) -> int:

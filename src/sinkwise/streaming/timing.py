@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkwise.streaming.cache import SinkCache
-from sinkwise.streaming.comparing import TIMED_STEPS, Method, dense_length
+from sinkwise.streaming.comparing import TIMED_STEPS, Method, dense_length, empty_cache
 from sinkwise.streaming.decoder import decoder_of
 
 
@@ -60,14 +60,7 @@ def _recomputing(model: nn.Module, ids: Tensor, method: Method) -> Callable[[int
 
 def _filled(model: Any, ids: Tensor, method: Method) -> Any:
     """A cache of the method as it is before the timed steps."""
-    from transformers import DynamicCache
-
-    cache: Any
-    if method.kind == "dense":
-        cache = DynamicCache(config=model.config)
-    else:
-        window = method.cache_length - method.num_sink_tokens
-        cache = SinkCache(model, window, method.num_sink_tokens)
+    cache = empty_cache(model, method)
     name = decoder_of(model).cache_argument
     model(ids[:, : method.cache_length], use_cache=True, **{name: cache})
     if method.kind == "dense":
