@@ -7,7 +7,9 @@ Two tasks, both answered at every patch of a 24 x 24 picture cut into patches of
   one-hots); a patch of a dim one must answer zero. So nine queries in ten have nothing to do.
 - `canvas`: one digit at a random place of an empty picture; every patch must tell which one.
 
-The ViT is timm's, without its final norm: that would rescale what a patch must leave as it is.
+The ViT is timm's with two blocks, narrow MLPs, no final norm, and no biases in its attention. Wide
+MLPs, a final norm and biases each take away what makes a null token worth having: they undo, or
+cancel, what an idle head writes (LOG.md has what was tried).
 """
 
 import json
@@ -67,17 +69,17 @@ class Recipe:
     """One of `MITIGATIONS`."""
     seed: int = 0
     """Seed of the weights and of the training pictures."""
-    steps: int = 1_200
+    steps: int = 1_500
     """Training steps."""
     batch: int = 48
     """Pictures of a step."""
     width: int = 64
     """Channels of a token."""
-    depth: int = 4
+    depth: int = 2
     """Blocks."""
     num_heads: int = 4
     """Heads of a block."""
-    mlp_ratio: float = 1.0
+    mlp_ratio: float = 0.125
     """Width of the MLPs in units of `width`."""
     lr: float = 3e-3
     """Highest learning rate of AdamW, after 100 steps of warm-up; then along a cosine to 0."""
@@ -85,13 +87,13 @@ class Recipe:
     """Weight decay of AdamW."""
     bright_share: float = 0.1
     """Probability that a digit of the board is bright."""
-    silence_weight: float = 3.0
+    silence_weight: float = 10.0
     """Weight of the dim patches' mean squared answer beside the bright patches' error."""
 
 
 RECIPES = {
     "board": Recipe(task="board"),
-    "canvas": Recipe(task="canvas", steps=400),
+    "canvas": Recipe(task="canvas", steps=800),
 }
 """What is trained, with each mitigation."""
 
@@ -208,6 +210,8 @@ def build(recipe: Recipe) -> Answering:
             depth=recipe.depth,
             num_heads=recipe.num_heads,
             mlp_ratio=recipe.mlp_ratio,
+            qkv_bias=False,
+            proj_bias=False,
             final_norm=False,
         )
         model = Answering(trunk)
@@ -235,11 +239,11 @@ def sunk(attention: Any, softmax: Any, generator: torch.Generator) -> SunkAttent
         attention.num_heads,
         gate=None,
         softmax=softmax,
-        qkv_bias=True,
-        out_bias=True,
+        qkv_bias=attention.qkv.bias is not None,
+        out_bias=attention.proj.bias is not None,
         generator=generator,
     )
-    # It has more: the sink logit, and a bias of the keys, which counts beside one. Both start at 0.
+    # It may have more: a sink logit, and a bias of the keys, which counts beside one; from 0 on.
     made.load_state_dict({**made.state_dict(), **plain.state_dict()})
     return made
 

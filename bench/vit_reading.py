@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import sinkwise as sw
 from sinkwise.attention.reference import attention
+from sinkwise.hosts.sites import attention_sites
 from sinkwise.layout import TokenLayout, code
 from sinkwise.nn.gate import OutputGate
 from sinkwise.records import AttentionRecord
@@ -31,8 +32,8 @@ HEADINGS = (
     "gate", "largest norm / median",
 )  # fmt: skip
 BOARD_HEADINGS = (
-    "mitigation", "dim patches: to CLS and registers", "to no token", "gate",
-    "bright patches: to CLS and registers", "to no token", "gate",
+    "mitigation", "dim patches: to CLS and registers", "value read there", "to no token", "gate",
+    "bright patches: to CLS and registers", "value read there", "to no token", "gate",
 )  # fmt: skip
 
 
@@ -86,18 +87,27 @@ def _sums(layers: pl.DataFrame) -> dict[str, float]:
 
 @torch.no_grad()
 def _shares(trunk: nn.Module, pictures: Pictures, prefix: int) -> dict[str, float]:
-    """What dim and bright patches give, a mean over layers and heads, and their gates' factor."""
+    """What dim and bright patches give, a mean over layers and heads; the length of what they read
+    at CLS and registers together, in units of a patch's value; and their gates' factor.
+    """
     found: dict[str, list[float]] = {}
     queries = {"dim": pictures.silent, "bright": ~pictures.silent}
+    sites = attention_sites(trunk)
 
     def on_record(record: AttentionRecord) -> None:
         weights = attention(
             record.q, record.k, record.v, scale=record.scale, sink_logit=record.sink_logit
-        ).weights.mean(1)[:, prefix:]
+        ).weights[:, :, prefix:]
+        values = torch.einsum("bhkv,hov->bhko", record.v, sites[record.name].o)
+        read = (weights[..., :prefix] @ values[:, :, :prefix]).norm(dim=-1)
+        usual = values[:, :, prefix:].norm(dim=-1).mean(-1, keepdim=True)
+        mass, spared = weights[..., :prefix].sum(-1), 1 - weights.sum(-1)
         for name, chosen in queries.items():
-            to = weights[chosen]
-            found.setdefault(f"{name}, prefix", []).append(float(to[:, :prefix].sum(-1).mean()))
-            found.setdefault(f"{name}, none", []).append(float(1 - to.sum(-1).mean()))
+            mask = chosen[:, None].expand_as(mass)
+            found.setdefault(f"{name}, prefix", []).append(float(mass[mask].mean()))
+            found.setdefault(f"{name}, none", []).append(float(spared[mask].mean()))
+            ratio = (read / usual)[mask].sum() / mass[mask].sum()
+            found.setdefault(f"{name}, ratio", []).append(float(ratio))
 
     def on_gate(module: nn.Module, args: tuple[Tensor, Tensor], out: Tensor) -> None:
         assert isinstance(module, OutputGate)
@@ -143,7 +153,11 @@ def row(name: str, found: Sequence[Reading]) -> list[str]:
 
 def board_row(name: str, found: Sequence[Reading]) -> list[str]:
     """What the two kinds of queries do."""
-    keys = (f"{kind}, {part}" for kind in ("dim", "bright") for part in ("prefix", "none", "gate"))
+    keys = (
+        f"{kind}, {part}"
+        for kind in ("dim", "bright")
+        for part in ("prefix", "ratio", "none", "gate")
+    )
     return [name, *[_over(found, key) for key in keys]]
 
 

@@ -51,8 +51,8 @@ def test_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert 0 < added["sink logit"] < added["headwise gate"] < added["global pathway"]
     assert flops["sink logit"] == 0 < flops["headwise gate"] < flops["gate + registers"]
     queries = cells(found["queries"])
-    assert queries["none"][1] == "0.000" and float(queries["sink logit"][1]) > 0.01
-    assert queries["none"][2] == "-" and 0.8 < float(queries["headwise gate"][2]) < 0.95
+    assert queries["none"][2] == "0.000" and float(queries["sink logit"][2]) > 0.01
+    assert queries["none"][3] == "-" and 0.8 < float(queries["headwise gate"][3]) < 0.95
     assert cells(found["board"])["none"][6] == "-", "no registers there"
     assert float(cells(found["board"])["gate + registers"][6]) > 0.05
 
@@ -205,6 +205,29 @@ def test_flops_of_attention_on_a_cpu():
     linear = 2 * (2 * 3 * 5) * 7 * 11
     # Two products forward, five backward; a linear map one and two.
     assert mitigation_costs.step_flops(layer, step) == 7 * product + 3 * linear
+
+
+def test_what_patches_read_at_tokens_that_share_a_sink(vit):
+    import vit_reading
+
+    recipe = vit.Recipe(task="board", width=16, depth=1, mitigation="registers")
+    model = vit.build(recipe).eval()
+    block, registers = model.trunk.blocks[0], model.trunk.registers.tokens.data
+    registers[:] = registers[0]  # four equal tokens are one sink
+    block.attn.qkv.weight.data[:32] *= 30
+    read = vit_reading.Reading(recipe, model)
+    assert read.prefix == 5
+    numbers = read.numbers
+    assert 0 < numbers["dim, prefix"] < 1 and abs(numbers["dim, none"]) < 1e-6
+    block.attn.qkv.weight.data[32:] *= 7  # values, of registers and of patches
+    assert vit_reading.Reading(recipe, model).numbers["dim, ratio"] == pytest.approx(
+        numbers["dim, ratio"], rel=1e-4
+    )
+    block.norm1.weight.data.zero_()  # all tokens alike: every value is the usual one
+    block.norm1.bias.data.fill_(1.0)
+    alike = vit_reading.Reading(recipe, model).numbers
+    assert alike["dim, ratio"] == pytest.approx(1, rel=1e-4)
+    assert alike["dim, prefix"] == pytest.approx(5 / 41, rel=1e-4)
 
 
 def test_counts_and_shares():
