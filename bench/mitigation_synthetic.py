@@ -21,7 +21,7 @@ NAMES = {
     "softmax-one": "softmax-one",
     "global pathway": "global-pathway",
 }
-"""Rows of the tables, and what the experiments call them."""
+"""Rows of the tables, and what the experiments call them. They have one register anyway."""
 
 NOP_FORMS = {"fast": "with a null token", "no-null": "without one"}
 """Forms of the NOP task, and their words in the table."""

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python bench/mitigation_table.py OUT [--parts synthetic,vit,costs] [--write]
 
 Trains what is missing in OUT/models and prints Markdown: minimal models on the synthetic tasks
-(three seeds; four minutes on one quiet core), small ViTs on scanned digits (two seeds; fifteen
-minutes), and the cost of a training step (two minutes). A run that was stopped goes on where it
-was. `--write` puts the tables into docs/mitigations.md.
+(three seeds; two minutes on one core), small ViTs on scanned digits (three seeds; eighteen
+minutes), and the cost of a training step (half a minute). A run that was stopped goes on where
+it was. `--write` puts the tables into docs/mitigations.md.
 """
 
 import argparse
@@ -26,28 +26,40 @@ from torch import Tensor, nn
 from sinkwise.reports.synthetic_table import markdown
 
 DOCS = Path(__file__).parent.parent / "docs" / "mitigations.md"
-TABLES = {
-    "synthetic": ("nop", "broadcast"),
-    "vit": ("board", "queries", "canvas"),
-    "costs": ("small", "vit-s"),
-}
-"""The tables of each part; each has its place in docs/mitigations.md."""
+Table = list[Sequence[str]]
+"""A heading, then rows that begin with a mitigation."""
+
+SUMMARY = (
+    ("NOP task: NOP queries at the null token", "nop", "attention to it, NOP queries"),
+    ("verdicts", "nop", "verdicts"),
+    ("broadcast task: attention to the hub", "broadcast", "attention to the hub"),
+    ("verdicts", "broadcast", "verdicts of the layers that write"),
+    ("ViT, board: heads with a sink", "board", "heads with a sink, rule mean"),
+    ("idle patches at CLS and registers", "queries", "dim patches: to CLS and registers"),
+    ("ViT, canvas: heads with a sink", "canvas", "heads with a sink, rule mean"),
+    ("parameters, ViT-S/16", "vit-s", "parameters"),
+    ("FLOPs", "vit-s", "FLOPs of a step"),
+    ("time", "vit-s", "time of a step"),
+)
+"""Columns of the one table: heading, whence, and what it is called there. Where a mitigation has
+several rows it is the first: the task with a null token, and that in which each token sees all."""
 
 
-def synthetic_tables(options: argparse.Namespace) -> dict[str, str]:
+def synthetic_tables(options: argparse.Namespace) -> dict[str, Table]:
     """The synthetic tasks."""
-    names, keep = options.mitigations, options.out / "models"
+    names = [name for name in options.mitigations if name in mitigation_synthetic.NAMES]
+    keep = options.out / "models"
     nop = mitigation_synthetic.nop_rows(names, options.synthetic_seeds, keep)
     broadcast = mitigation_synthetic.broadcast_rows(names, options.synthetic_seeds, keep)
     return {
-        "nop": markdown([mitigation_synthetic.NOP_HEADINGS, *nop]),
-        "broadcast": markdown([mitigation_synthetic.BROADCAST_HEADINGS, *broadcast]),
+        "nop": [mitigation_synthetic.NOP_HEADINGS, *nop],
+        "broadcast": [mitigation_synthetic.BROADCAST_HEADINGS, *broadcast],
     }
 
 
-def vit_tables(options: argparse.Namespace) -> dict[str, str]:
+def vit_tables(options: argparse.Namespace) -> dict[str, Table]:
     """The small ViTs."""
-    tables = {}
+    tables: dict[str, Table] = {}
     for task, recipe in small_vit.RECIPES.items():
         steps = options.vit_steps or recipe.steps
         found = {
@@ -59,14 +71,14 @@ def vit_tables(options: argparse.Namespace) -> dict[str, str]:
             for name in options.mitigations
         }
         rows = [vit_reading.row(name, readings) for name, readings in found.items()]
-        tables[task] = markdown([vit_reading.HEADINGS, *rows])
+        tables[task] = [vit_reading.HEADINGS, *rows]
         if task == "board":
             rows = [vit_reading.board_row(name, readings) for name, readings in found.items()]
-            tables["queries"] = markdown([vit_reading.BOARD_HEADINGS, *rows])
+            tables["queries"] = [vit_reading.BOARD_HEADINGS, *rows]
     return tables
 
 
-def cost_tables(options: argparse.Namespace) -> dict[str, str]:
+def cost_tables(options: argparse.Namespace) -> dict[str, Table]:
     """Parameters, arithmetic and time of the small ViT and of ViT-S/16."""
     recipe = small_vit.RECIPES["canvas"]
     small = {
@@ -99,11 +111,23 @@ def _energy(model: nn.Module, pixels: Tensor) -> Callable[[], Tensor]:
     return lambda: model(pixels).square().mean() + small_vit.penalty(model)
 
 
-def _costs(models: dict[str, Any], steps: dict[str, Any], rounds: int) -> str:
-    return markdown([mitigation_costs.HEADINGS, *mitigation_costs.costs(models, steps, rounds)])
+def _costs(models: dict[str, Any], steps: dict[str, Any], rounds: int) -> Table:
+    return [mitigation_costs.HEADINGS, *mitigation_costs.costs(models, steps, rounds)]
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, str]]] = {
+def summary(tables: dict[str, Table], names: Sequence[str]) -> Table:
+    """The one table: what SUMMARY picks from the others; a dash where a table has no such row."""
+    rows: Table = [("mitigation", *(heading for heading, _, _ in SUMMARY))]
+    for name in names:
+        cells = []
+        for _, table, heading in SUMMARY:
+            first = next((row for row in tables[table][1:] if row[0] == name), None)
+            cells.append("-" if first is None else first[tables[table][0].index(heading)])
+        rows.append((name, *cells))
+    return rows
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Table]]] = {
     "synthetic": synthetic_tables,
     "vit": vit_tables,
     "costs": cost_tables,
@@ -117,7 +141,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help="of synthetic, vit, costs")
     parser.add_argument("--mitigations", default=",".join(small_vit.MITIGATIONS))
     parser.add_argument("--synthetic-seeds", type=int, default=3)
-    parser.add_argument("--vit-seeds", type=int, default=2)
+    parser.add_argument("--vit-seeds", type=int, default=3)
     parser.add_argument("--vit-steps", type=int, help="instead of each task's own number")
     parser.add_argument("--rounds", type=int, default=9, help="of the timing")
     parser.add_argument("--no-large", dest="large", action="store_false", help="no ViT-S/16")
@@ -139,14 +163,21 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, str]:
     options = options_of(arguments)
     torch.set_num_threads(1)
     (options.out / "models").mkdir(parents=True, exist_ok=True)
-    tables: dict[str, str] = {}
+    tables: dict[str, Table] = {}
     for part in options.parts:
         for name, table in PARTS[part](options).items():
-            print(f"{name}\n\n{table}", flush=True)
             tables[name] = table
-            if options.write:
-                write_table(name, [table.rstrip("\n")], DOCS)
-    return tables
+            _show(name, table, options.write)
+    if {table for _, table, _ in SUMMARY} <= set(tables):
+        tables["summary"] = summary(tables, options.mitigations)
+        _show("summary", tables["summary"], options.write)
+    return {name: markdown(table) for name, table in tables.items()}
+
+
+def _show(name: str, table: Table, write: bool) -> None:
+    print(f"{name}\n\n{markdown(table)}", flush=True)
+    if write:
+        write_table(name, [markdown(table).rstrip("\n")], DOCS)
 
 
 if __name__ == "__main__":

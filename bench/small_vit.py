@@ -50,6 +50,7 @@ MITIGATIONS: dict[str, tuple[Mitigation, ...]] = {
     "elementwise gate": (sw.Gate("elementwise", init="paper"),),
     "headwise gate": (sw.Gate("headwise", init="paper"),),
     "registers": (sw.Registers(4),),
+    "one register": (sw.Registers(1),),
     "gate + registers": (sw.Gate("elementwise", init="paper"), sw.Registers(4)),
     "sink logit": (),
     "softmax-one": (),

@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 import torch
+from mitigation_synthetic import pathway_share
 from small_vit import PATCH, SIDE, Answering, Pictures, Recipe, quality, test_pictures, trained
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ VERDICTS = ("nop", "broadcast", "mixed", "unclassified")
 HEADINGS = (
     "mitigation", "quality", "heads with a sink, rule mean", "rule relaxed", "sinks lie on",
     "value ratio", "strongest head", "attention to registers", "to CLS", "to no token",
-    "gate", "largest norm / median",
+    "gate", "largest norm / median", "pathway's share of the updates",
 )  # fmt: skip
 BOARD_HEADINGS = (
     "mitigation", "dim patches: to CLS and registers", "value read there", "to no token", "gate",
@@ -53,6 +54,7 @@ class Reading:
         }
         shares = _shares(trunk, pictures, self.prefix)
         self.numbers = {**_sums(self.scans["mean"].layers), **shares}
+        self.numbers["pathway"] = pathway_share(trunk, pictures.pixels)
 
     def verdicts(self, rule: str) -> list[str]:
         """The verdict of each head."""
@@ -81,7 +83,6 @@ def _sums(layers: pl.DataFrame) -> dict[str, float]:
         "cls": given["received_cls"],
         "none": 1 - sum(given.values()),
         "norm": float(ratios.max()),
-        "massive": float(layers["massive_share"].max()),
     }
 
 
@@ -148,6 +149,7 @@ def row(name: str, found: Sequence[Reading]) -> list[str]:
         *[_over(found, key) for key in ("register", "cls", "none")],
         _over(found, "bright, gate"),
         _over(found, "norm"),
+        _over(found, "pathway"),
     ]
 
 

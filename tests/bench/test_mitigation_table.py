@@ -99,6 +99,22 @@ def test_the_synthetic_tables(tmp_path, monkeypatch):
     assert 0 < float(broadcast["global pathway"][5]) < 1
 
 
+def test_the_one_table_picks_from_the_others():
+    import mitigation_table
+
+    tables = {}
+    for number, (_, table, heading) in enumerate(mitigation_table.SUMMARY):
+        rows = tables.setdefault(table, [["mitigation"], ["none"], ["gate"], ["gate"]])
+        rows[0].append(heading)
+        for row, word in zip(rows[1:], ("plain", "first", "second"), strict=True):
+            row.append(f"{word} {number}")
+    found = mitigation_table.summary(tables, ["none", "gate"])
+    assert found[1] == ("none", *(f"plain {number}" for number in range(10)))
+    assert found[2] == ("gate", *(f"first {number}" for number in range(10)))
+    tables["nop"].pop(1)
+    assert mitigation_table.summary(tables, ["none"])[1][:4] == ("none", "-", "-", "plain 2")
+
+
 def test_unusable_options_are_named(tmp_path, capsys):
     import mitigation_table
 
