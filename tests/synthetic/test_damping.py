@@ -154,7 +154,7 @@ def test_a_direction_that_all_content_shares():
     flags = inputs[:, 1:] @ fixed["flag"]
     assert torch.equal(flags > 0, aligned[:, 1:])
     with pytest.raises(InputError, match="common_norm=-1"):
-        Damping(common_norm=-1)
+        Damping(common_norm=-1.0)
 
 
 @pytest.mark.parametrize("task", [Damping(pathway=True), Broadcast(pathway=True, modular="none")])
