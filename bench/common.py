@@ -28,11 +28,11 @@ def _status_kib(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}: peak memory is measured on Linux only")
 
 
-def write_table(name: str, lines: list[str]) -> None:
-    """Put a table between the markers `name` of bench/README.md."""
-    head, start, tail = README.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+def write_table(name: str, lines: list[str], file: Path = README) -> None:
+    """Put a table between the markers `name` of a file."""
+    head, start, tail = file.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
     _, stop, rest = tail.partition(f"<!-- /{name} -->")
     if not start or not stop:
-        raise RuntimeError(f"{README} has no place for the table {name}")
+        raise RuntimeError(f"{file} has no place for the table {name}")
     table = "\n".join(lines)
-    README.write_text(f"{head}{start}{table}\n{stop}{rest}", encoding="utf-8")
+    file.write_text(f"{head}{start}{table}\n{stop}{rest}", encoding="utf-8")

@@ -17,10 +17,10 @@ SLOW = [names for names in CROSS if names[0] == "registers"]
 FAST = [names for names in CROSS if names[0] != "registers"]
 
 
-def each(*names):
+def each(*names, seeds=SEEDS):
     """Every seed's run; each must be called right."""
     chosen = experiment(*names)
-    for seed in SEEDS:
+    for seed in seeds:
         one = run(chosen, seed)
         assert one.right, (names, seed, one.verdicts, one.rows)
         yield one, one.rows.to_dicts()
@@ -82,6 +82,35 @@ def test_one_register_does_both(names):
             assert first["value_ratio"] <= 0.2
         else:
             assert first["gate_active"] < 0.2 and second["gate_active"] > 0.9
+
+
+NO_NULL = ("none", "gate", "headwise-gate", "register", "both", "sink-logit", "softmax-one")
+
+
+@pytest.mark.parametrize("mitigation", [*NO_NULL, "global-pathway"])
+def test_damping_without_a_null_token(mitigation):
+    for one, (row,) in each("nop", "no-null", mitigation, seeds=range(2)):
+        idle = one.experiment.task.idle(one.sample)
+        spared = one.after[0].spared[:, one.experiment.task.num_registers :]
+        if mitigation == "none":
+            assert row["error"] > 0.1, "a head alone cannot look at nothing"
+            continue
+        assert row["error"] < 2e-3
+        if mitigation in ("register", "both"):
+            assert row["mass_nop"] > 0.95 and row["value_ratio"] < 0.1
+        else:
+            assert row["largest"] < 1.5 * row["uniform"]
+        if mitigation in ("sink-logit", "softmax-one"):
+            assert spared[idle].mean() > 0.98 and spared[~idle].mean() < 0.02
+        else:
+            assert spared.abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("mitigation", ["sink-logit", "softmax-one", "global-pathway"])
+def test_what_else_leaves_the_broadcast(mitigation):
+    for one, rows in each("broadcast", "deep", mitigation, seeds=range(2)):
+        check_hub(rows)
+        assert one.after[0].spared.mean() < 0.01, "a sink logit takes nothing from a broadcast"
 
 
 def test_the_authors_causal_form_begins_to_sink():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sinkwise.errors import InputError
+from sinkwise.synthetic.broadcast import Broadcast
 from sinkwise.synthetic.damping import CausalDamping, Damping, SweepDamping
 from tests.synthetic import relative_error, same_weights
 
@@ -133,9 +134,42 @@ def test_authors_models_follow_their_formulas():
         torch.testing.assert_close(model(x), (read if normed else x) + update)
 
 
-def test_authors_forms_have_no_registers():
+def test_authors_forms_have_neither_registers_nor_what_answers_otherwise():
     with pytest.raises(InputError, match="num_registers=1"):
         CausalDamping(num_registers=1)
+    for changes in ({"softmax": "learnable"}, {"pathway": True}):
+        with pytest.raises(InputError, match="softmax and pathway"):
+            CausalDamping(**changes)
+
+
+def test_a_direction_that_all_content_shares():
+    task = Damping(dim=7, length=5, common_norm=0.5)
+    fixed = task.fixed()
+    plain = Damping(dim=7, length=5)
+    assert set(fixed) - set(plain.fixed()) == {"common"}
+    inputs, _, aligned = task.sample(torch.Generator().manual_seed(1), 11)
+    along = inputs[:, 1:] @ fixed["common"]
+    torch.testing.assert_close(along, torch.full_like(along, 0.5 * 7**0.5))
+    assert (inputs[:, 0] @ fixed["common"]).abs().max() < 1e-6, "the null token has none of it"
+    flags = inputs[:, 1:] @ fixed["flag"]
+    assert torch.equal(flags > 0, aligned[:, 1:])
+    with pytest.raises(InputError, match="common_norm=-1"):
+        Damping(common_norm=-1.0)
+
+
+@pytest.mark.parametrize("task", [Damping(pathway=True), Broadcast(pathway=True, modular="none")])
+def test_the_pathways_penalty_is_on_what_attention_adds(task):
+    model = task.model(torch.Generator().manual_seed(0))
+    sample = task.sample(torch.Generator().manual_seed(1), 11)
+    added = []
+    for layer in model.layers:
+        layer.attention.register_forward_hook(lambda module, args, out: added.append(out))
+    wrong = (model(sample.inputs) - sample.targets)[:, task.scored :].square().mean()
+    shares = [(u.mean(1).square().mean(-1) / u.square().mean((1, 2))).mean() for u in added]
+    assert len(shares) == len(model.layers)
+    torch.testing.assert_close(task.loss(model, sample), wrong + 0.1 * sum(shares))
+    plain = replace(task, pathway=False)
+    assert not any("pathway" in name for name, _ in plain.model(torch.Generator()).named_modules())
 
 
 def test_constant_learning_rate_differs_from_a_decaying_one():

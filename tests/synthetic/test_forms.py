@@ -25,7 +25,10 @@ def test_each_exists_or_says_that_it_does_not_fit():
         task, plain = found.task, experiment(kind, form).task
         assert (task == plain) == (mitigation == "none")
         assert (task.gate is not None) == ("gate" in mitigation or mitigation == "both")
-    assert fitting == 7 + 4 + 4 + 3 * 4 + 3 + 3
+        assert task.pathway == (mitigation == "global-pathway")
+        wanted = {"sink-logit": "learnable", "softmax-one": "off-by-one"}.get(mitigation, "vanilla")
+        assert task.softmax == wanted
+    assert fitting == 10 + 9 + 4 + 4 + 3 * 8 + 3 + 3
 
 
 def test_defaults():
@@ -38,7 +41,7 @@ def test_defaults():
     ("arguments", "words"),
     [
         (("nap",), "kind='nap' must be one of nop, broadcast, registers"),
-        (("nop", "slow"), "form='slow' must be one of fast, causal, sweep for nop"),
+        (("nop", "slow"), "form='slow' must be one of fast, no-null, causal, sweep for nop"),
         (("nop", "fast", "gates"), "mitigation='gates' must be one of none, gate"),
     ],
 )
@@ -52,6 +55,15 @@ def test_expectations_can_fail():
     assert right(["nop"], [1.0]) and not right(["none"], [1.0]) and not right(["broadcast"], [1.0])
     right = experiment("nop", mitigation="gate").right
     assert right(["none"], [1.0]) and not right(["nop"], [1.0])
+    for mitigation in ("sink-logit", "softmax-one"):
+        right = experiment("nop", "no-null", mitigation).right
+        assert right(["none"], [1.0]) and not right(["nop"], [1.0])
+        right = experiment("nop", "fast", mitigation).right
+        assert right(["nop"], [1.0]) and not right(["none"], [1.0])
+        right = experiment("broadcast", "deep", mitigation).right
+        assert right(["broadcast", "nop"], [0.99, 0.01]) and not right(["none"] * 2, [0.99, 0.01])
+    right = experiment("nop", "no-null", "both").right
+    assert right(["nop"], [1.0]) and not right(["none"], [1.0])
     right = experiment("broadcast").right
     assert right(["broadcast", "unclassified"], [0.99, 0.01])
     assert not right(["broadcast", "broadcast"], [0.5, 0.5])

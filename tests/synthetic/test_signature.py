@@ -83,3 +83,27 @@ def test_the_authors_models(task):
         torch.testing.assert_close(one.attention.sum(-1), torch.ones(2, 4, dtype=torch.float64))
     hooks = [module for module in model.modules() if module._forward_hooks]
     assert not hooks
+
+
+@pytest.mark.parametrize("softmax", ["learnable", "off-by-one"])
+def test_a_sink_logit_spares_what_it_takes(softmax):
+    task = Broadcast(dim=7, length=5, softmax=softmax)
+    model = task.model(torch.Generator().manual_seed(0))
+    for layer in model.layers:
+        if softmax == "learnable":
+            layer.attention.sink.logit.data.fill_(1.3)
+    inputs, _, source = task.sample(torch.Generator().manual_seed(1), 11)
+    states = [inputs, *[state.detach() for state in model.states(inputs)]]
+    for layer, found in enumerate(signatures(model, inputs, source)):
+        attention = model.layers[layer].attention
+        q, k = (proj(states[layer]).double() for proj in (attention.q_proj, attention.k_proj))
+        powers = (q @ k.mT / 7**0.5).exp()
+        logit = torch.tensor(1.3 if softmax == "learnable" else 0.0)
+        total = powers.sum(-1, keepdim=True) + logit.double().exp()
+        torch.testing.assert_close(found.attention, powers / total, atol=1e-6, rtol=1e-5)
+        spared = (logit.double().exp() / total)[..., 0]
+        torch.testing.assert_close(found.spared, spared, atol=1e-6, rtol=1e-5)
+        added = (states[layer + 1] - states[layer]).double()
+        torch.testing.assert_close(found.update, added, atol=1e-5, rtol=1e-4)
+    plain = Broadcast(dim=7, length=5).model(torch.Generator().manual_seed(0))
+    assert signatures(plain, inputs, source)[0].spared.abs().max() < 1e-12

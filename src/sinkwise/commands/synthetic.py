@@ -42,8 +42,9 @@ def nop(
 ) -> None:
     """Conditional damping: a head that must sometimes do nothing grows a NOP sink.
 
-    Forms: fast (seconds), causal and sweep (the authors': a minute a seed). Mitigations: none,
-    gate, headwise-gate, register, both, strong-null-gate, control.
+    Forms: fast and no-null (seconds), causal and sweep (the authors': a minute a seed).
+    Mitigations: none, gate, headwise-gate, register, both, sink-logit, softmax-one,
+    global-pathway, strong-null-gate, control.
     """
     _one("nop", form, mitigation, seeds, out, as_json)
 
@@ -59,7 +60,7 @@ def broadcast(
     """Global broadcast: one token's payload is needed by all, and a layer becomes the hub.
 
     Forms: deep, concave, plain (seconds), authors (minutes a seed). Mitigations: none, gate,
-    headwise-gate, register.
+    headwise-gate, register, both, sink-logit, softmax-one, global-pathway.
     """
     _one("broadcast", form, mitigation, seeds, out, as_json)
 

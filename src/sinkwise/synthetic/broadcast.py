@@ -98,15 +98,20 @@ class Broadcast(Task):
             self.dim,
             num_layers=self.num_layers,
             gate=self.gate,
+            softmax=self.softmax,
             num_registers=self.num_registers,
             local=self.local,
+            pathway=self.pathway,
             generator=generator,
         )
 
     def loss(self, model: Any, sample: Sample) -> Float[Tensor, ""]:
         """Mean squared error of the output, and what makes one layer the hub."""
-        states = [model.content(state) for state in model.states(sample.inputs)]
+        whole = model.states(sample.inputs)
+        states = [model.content(state) for state in whole]
         error = (states[-1] - sample.targets).square().mean()
+        if self.pathway:
+            error = error + model.pathway_penalty(model.start(sample.inputs), whole)
         if self.modular == "deep":
             error = error + self.deep_weight * (states[0] - sample.targets).square().mean()
         if self.modular == "concave":
@@ -142,6 +147,8 @@ class PreNormBroadcast(Task):
         super().__post_init__()
         if self.num_registers:
             raise InputError(f"num_registers={self.num_registers}: this form has none")
+        if self.softmax != "vanilla" or self.pathway:
+            raise InputError("softmax and pathway: the authors' forms have neither")
 
     def fixed(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """What all samples share: the unit vector `direction` u, and the orthogonal `mix` R."""

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkwise.errors import InputError
@@ -32,6 +34,9 @@ class Damping(Task):
     null_norm: float | None = 0.25
     """Length of the null token in units of sqrt(dim), a content token's own; None: no such token.
     A long one (1) is so easy to point at that a gate does not replace it."""
+    common_norm: float = 0.0
+    """Length, in units of sqrt(dim), of a direction that all content tokens share. Without one no
+    query can turn from all of them at once, and a sink logit has nothing to rise above."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,33 +44,41 @@ class Damping(Task):
             raise InputError(f"aligned_share={self.aligned_share} must lie in [0, 1]")
         if self.null_norm is not None and self.null_norm <= 0:
             raise InputError(f"null_norm={self.null_norm} must be positive, or None")
+        if self.common_norm < 0:
+            raise InputError(f"common_norm={self.common_norm} must not be negative")
 
     @property
     def scored(self) -> int:
         return 0 if self.null_norm is None else 1
 
     def fixed(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """What all samples share: orthogonal unit vectors `flag` u and `null` e0, and `mix` M."""
+        """What all samples share: orthogonal unit vectors `flag` u, `null` e0 and, with a
+        `common_norm`, `common`; and `mix` M.
+        """
         generator = generator or torch.Generator().manual_seed(self.seed)
-        basis = torch.linalg.qr(torch.randn(self.dim, 2, generator=generator)).Q
+        names = ("flag", "null", "common") if self.common_norm else ("flag", "null")
+        basis = torch.linalg.qr(torch.randn(self.dim, len(names), generator=generator)).Q
         mix = torch.linalg.qr(torch.randn(self.dim, self.dim, generator=generator)).Q
-        flag, null = basis.T.clone()
-        return {"flag": flag, "null": null, "mix": mix}
+        return {**dict(zip(names, basis.T.clone(), strict=True)), "mix": mix}
 
     def sample(
         self, generator: torch.Generator, batch: int, fixed: Mapping[str, Tensor] | None = None
     ) -> Sample:
         """Inputs, targets, and which tokens are aligned (never the null token, at position 0).
 
-        Content is orthogonal to the flag and to the null token: the head reads each of them alone.
+        Content is orthogonal to the flag, the null token and what is common: the head reads each of
+        them alone.
         """
         fixed = self.fixed() if fixed is None else fixed
         flag, null = fixed["flag"], fixed["null"]
         content = torch.randn(batch, self.length, self.dim, generator=generator)
-        content = orthogonal_to(content, flag, null)
+        common = [fixed["common"]] if self.common_norm else []
+        content = orthogonal_to(content, flag, null, *common)
         aligned = torch.rand(batch, self.length, generator=generator) < self.aligned_share
         sign = torch.where(aligned, 1.0, -1.0)[..., None]
         content = content + sign * 0.5 * math.sqrt(self.dim) * flag
+        for direction in common:
+            content = content + self.common_norm * math.sqrt(self.dim) * direction
         update = (content @ fixed["mix"].T).mean(1, keepdim=True) * ~aligned[..., None]
         if self.null_norm is None:
             return Sample(content, content + update, aligned)
@@ -77,8 +90,21 @@ class Damping(Task):
     def model(self, generator: torch.Generator) -> AttentionOnly:
         """The untrained model: one layer of one head."""
         return AttentionOnly(
-            self.dim, gate=self.gate, num_registers=self.num_registers, generator=generator
+            self.dim,
+            gate=self.gate,
+            softmax=self.softmax,
+            num_registers=self.num_registers,
+            pathway=self.pathway,
+            generator=generator,
         )
+
+    def loss(self, model: Any, sample: Sample) -> Float[Tensor, ""]:
+        if not self.pathway:
+            return super().loss(model, sample)
+        states = model.states(sample.inputs)
+        wrong = model.content(states[-1]) - sample.targets
+        error = wrong[:, self.scored :].square().mean()
+        return error + model.pathway_penalty(model.start(sample.inputs), states)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +134,8 @@ class ActiveDamping(Task):
             raise InputError(
                 f"num_registers={self.num_registers}: this form has its own null token"
             )
+        if self.softmax != "vanilla" or self.pathway:
+            raise InputError("softmax and pathway: the authors' forms have neither")
 
     @property
     def scored(self) -> int:

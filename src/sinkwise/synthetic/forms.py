@@ -12,6 +12,7 @@ from sinkwise.synthetic.task import Task
 FORMS: dict[str, dict[str, Task]] = {
     "nop": {
         "fast": Damping(),
+        "no-null": Damping(common_norm=0.5, null_norm=None),
         "causal": CausalDamping(batch=256, steps=3000),
         "sweep": SweepDamping(batch=256, steps=1000),
     },
@@ -30,7 +31,18 @@ FORMS: dict[str, dict[str, Task]] = {
 """The tasks by kind and form; the first form of a kind is its default. The authors' forms have a
 batch of 256 here, theirs is 1024."""
 
-MITIGATIONS = ("none", "gate", "headwise-gate", "register", "both", "strong-null-gate", "control")
+MITIGATIONS = (
+    "none",
+    "gate",
+    "headwise-gate",
+    "register",
+    "both",
+    "sink-logit",
+    "softmax-one",
+    "global-pathway",
+    "strong-null-gate",
+    "control",
+)
 """What may be put into a model: `both` is a gate and a register; `strong-null-gate` a gate beside
 a null token as long as the content; in a `control` there is nothing to damp."""
 
@@ -41,6 +53,26 @@ _GATES: dict[str, dict[str, Any]] = {
     "gate": {"gate": "elementwise"},
     "headwise-gate": {"gate": "headwise"},
 }
+
+_OTHERS: dict[str, dict[str, Any]] = {
+    "sink-logit": {"softmax": "learnable"},
+    "softmax-one": {"softmax": "off-by-one"},
+    "global-pathway": {"pathway": True},
+}
+
+_REGISTERS: dict[str, dict[str, Any]] = {
+    "register": {"num_registers": 1},
+    "both": {"num_registers": 1, "gate": "elementwise"},
+}
+"""What they change in a broadcast,"""
+
+_WITHOUT_NULL: dict[str, dict[str, Any]] = {
+    "register": {"null_norm": None, "num_registers": 1},
+    "both": {"null_norm": None, "num_registers": 1, "gate": "elementwise"},
+    "strong-null-gate": {"null_norm": 1.0, "gate": "elementwise"},
+    "control": {"null_norm": None, "aligned_share": 0.0},
+}
+"""and in damping: a register stands where the null token was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,24 +116,22 @@ def _mitigated(kind: str, task: Task, mitigation: str) -> Task | None:
         return replace(task, **_GATES[mitigation])
     if kind == "registers" or isinstance(task, PreNormBroadcast):
         return None
-    if isinstance(task, Broadcast):
-        return replace(task, num_registers=1) if mitigation == "register" else None
     if isinstance(task, ActiveDamping):
         return replace(task, threshold=10.0) if mitigation == "control" else None
-    changes: dict[str, dict[str, Any]] = {
-        "register": {"null_norm": None, "num_registers": 1},
-        "both": {"null_norm": None, "num_registers": 1, "gate": "elementwise"},
-        "strong-null-gate": {"null_norm": 1.0, "gate": "elementwise"},
-        "control": {"null_norm": None, "aligned_share": 0.0},
-    }
-    return replace(task, **changes[mitigation])
+    if mitigation in _OTHERS:
+        return replace(task, **_OTHERS[mitigation])
+    assert isinstance(task, Broadcast | Damping)
+    if mitigation == "strong-null-gate" and (isinstance(task, Broadcast) or not task.scored):
+        return None
+    changes = _REGISTERS if isinstance(task, Broadcast) else _WITHOUT_NULL
+    return replace(task, **changes[mitigation]) if mitigation in changes else None
 
 
 def _expectation(
     kind: str, form: str, mitigation: str
 ) -> tuple[str, Callable[[list[str], list[float]], bool]]:
     if kind == "nop":
-        if mitigation in ("gate", "headwise-gate", "both", "control"):
+        if _turns_away(form, mitigation):
             return "no sink", lambda found, shares: found == ["none"]
         if form == "sweep":
             # Its norm rescales every token, so the sink's value corrects that and is not zero.
@@ -131,6 +161,16 @@ def _expectation(
         "every layer that writes broadcasts",
         lambda found, shares: set(_working(found, shares)) == {"broadcast"},
     )
+
+
+def _turns_away(form: str, mitigation: str) -> bool:
+    """Whether NOP queries of the damping task look at no token in particular."""
+    if form == "no-null":
+        # A register is as easy to find as a strong null token: a gate beside it stays open.
+        return mitigation not in ("register", "both")
+    # A sink logit takes the same from every query where content has no direction in common, so
+    # that only the null token tells the NOP queries apart.
+    return mitigation in ("gate", "headwise-gate", "both", "global-pathway", "control")
 
 
 def _working(found: list[str], shares: list[float]) -> list[str]:

@@ -1,5 +1,7 @@
 """The smallest models that can grow a sink: attention and a residual, nothing else."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -7,7 +9,10 @@ from torch import Tensor, nn
 
 from sinkwise.errors import InputError
 from sinkwise.nn.gate import GateKind, OutputGate
+from sinkwise.nn.global_pathway import GlobalPathway, common_mode_penalty
 from sinkwise.nn.registers import Registers
+from sinkwise.nn.sink_logit import SinkLogit, sink_attention
+from sinkwise.nn.softmax_one import SoftmaxType
 
 WEIGHT_STD = 0.1
 """Standard deviation of every weight at the start."""
@@ -21,7 +26,11 @@ def _linear(inputs: int, outputs: int, generator: torch.Generator | None, std: f
 
 
 class Attention(nn.Module):
-    """Multi-head attention over all tokens: o_proj(gate(softmax(q k^T / sqrt(head_dim)) v))."""
+    """Multi-head attention over all tokens: o_proj(gate(softmax(q k^T / sqrt(head_dim)) v)).
+
+    `softmax` is `vanilla`, `off-by-one` (1 in the denominator) or `learnable` (a sink logit a head,
+    which starts at 0).
+    """
 
     def __init__(
         self,
@@ -29,6 +38,7 @@ class Attention(nn.Module):
         num_heads: int = 1,
         *,
         gate: GateKind | None = None,
+        softmax: SoftmaxType = "vanilla",
         std: float = WEIGHT_STD,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -43,6 +53,8 @@ class Attention(nn.Module):
         self.gate = None
         if gate is not None:
             self.gate = OutputGate(dim, num_heads, kind=gate, generator=generator)
+        self.softmax = softmax
+        self.sink = SinkLogit(num_heads) if softmax == "learnable" else None
 
     def forward(
         self,
@@ -53,26 +65,36 @@ class Attention(nn.Module):
             proj(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        if self.softmax == "vanilla":
+            heads = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        else:
+            mask = None if allowed is None else allowed[None, None]
+            heads = sink_attention(q, k, v, self.sink_logit(q), attn_mask=mask)
         heads = heads.transpose(1, 2).flatten(2)
         if self.gate is not None:
             heads = self.gate(heads, x)
         return self.o_proj(heads)
 
+    def sink_logit(self, like: Tensor) -> Float[Tensor, " head"]:
+        """What joins the denominator as exp(logit), for each head; not for `vanilla`."""
+        return like.new_zeros(self.num_heads) if self.sink is None else self.sink.logit.to(like)
+
 
 class AttentionLayer(nn.Module):
-    """x + attention(x)."""
+    """x + attention(x), and + pathway(x) where there is one."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: Attention, pathway: GlobalPathway | None = None) -> None:
         super().__init__()
         self.attention = attention
+        self.pathway = pathway
 
     def forward(
         self,
         x: Float[Tensor, "batch token dim"],
         allowed: Bool[Tensor, "token token"] | None = None,
     ) -> Float[Tensor, "batch token dim"]:
-        return x + self.attention(x, allowed)
+        out = x + self.attention(x, allowed)
+        return out if self.pathway is None else out + self.pathway(x)
 
 
 class AttentionOnly(nn.Module):
@@ -80,6 +102,7 @@ class AttentionOnly(nn.Module):
 
     `num_registers` learned tokens go before the sequence; they are part of the states and not of
     the output. With `local` a token sees itself and the registers alone, and registers see all.
+    With `pathway` every layer has a global pathway beside its attention.
     Weights start at N(0, 0.1²), drawn from `generator`. Raises InputError where `dim` is no
     multiple of `num_heads`, or a count is too small.
     """
@@ -91,8 +114,10 @@ class AttentionOnly(nn.Module):
         num_heads: int = 1,
         num_layers: int = 1,
         gate: GateKind | None = None,
+        softmax: SoftmaxType = "vanilla",
         num_registers: int = 0,
         local: bool = False,
+        pathway: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
@@ -102,7 +127,10 @@ class AttentionOnly(nn.Module):
             raise InputError(f"num_registers={num_registers} must not be negative")
         self.local = local
         self.layers = nn.ModuleList(
-            AttentionLayer(Attention(dim, num_heads, gate=gate, generator=generator))
+            AttentionLayer(
+                Attention(dim, num_heads, gate=gate, softmax=softmax, generator=generator),
+                GlobalPathway(dim, generator=generator) if pathway else None,
+            )
             for _ in range(num_layers)
         )
         self.registers = None
@@ -133,6 +161,19 @@ class AttentionOnly(nn.Module):
             x = layer(x, allowed)
             states.append(x)
         return states
+
+    def pathway_penalty(
+        self, start: Float[Tensor, "batch longer dim"], states: Sequence[Tensor]
+    ) -> Float[Tensor, ""]:
+        """Sum over layers with a pathway of the common-mode penalty on what attention adds;
+        `start` is the stream before the first layer, `states` those after each one.
+        """
+        total = start.new_zeros(())
+        for layer, before, after in zip(self.layers, [start, *states[:-1]], states, strict=True):
+            assert isinstance(layer, AttentionLayer)
+            if layer.pathway is not None:
+                total = total + common_mode_penalty(after - before - layer.pathway(before))
+        return total
 
     def content(self, state: Float[Tensor, "batch longer dim"]) -> Float[Tensor, "batch token dim"]:
         """A state without the registers."""

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkwise.attention.spectrum import interaction_spectrum
+from sinkwise.nn.softmax_one import softmax
 from sinkwise.synthetic.model import Attention
 
 
@@ -18,6 +19,8 @@ class Signature:
     attention: Float[Tensor, "batch query key"]
     mass: Float[Tensor, "batch query"]
     """What each query gives to the sink, 0 to 1."""
+    spared: Float[Tensor, "batch query"]
+    """What each query gives to no token, 0 to 1: the share of a sink logit."""
     value_ratio: Float[Tensor, " batch"]
     """|W_O v_s| / mean_{j != s} |W_O v_j|."""
     value_ratio_raw: Float[Tensor, " batch"]
@@ -98,7 +101,10 @@ def _signature(
     scores = q @ k.mT / x.shape[-1] ** 0.5
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
-    weights = scores.softmax(-1)
+    if attention.softmax == "vanilla":
+        weights = scores.softmax(-1)
+    else:
+        weights = softmax(scores[:, None], "learnable", attention.sink_logit(scores))[:, 0]
     output = attention.o_proj.weight.double().T
     gate = None if attention.gate is None else attention.gate.factor(read).double()
     heads = weights @ v
@@ -108,6 +114,7 @@ def _signature(
     return Signature(
         attention=weights,
         mass=weights[rows, :, sink],
+        spared=1 - weights.sum(-1),
         value_ratio=_ratio((v @ output).norm(dim=-1), sink),
         value_ratio_raw=_ratio(v.norm(dim=-1), sink),
         stable_rank=singular.square().sum(-1) / singular[:, 0].square(),

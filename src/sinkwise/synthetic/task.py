@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sinkwise.errors import InputError
 from sinkwise.nn.gate import GateKind
+from sinkwise.nn.softmax_one import SoftmaxType
 
 
 class Sample(NamedTuple):
@@ -50,6 +51,10 @@ class Task(ABC):
     """Output gate on every head: `elementwise`, `headwise`, or none."""
     num_registers: int = 0
     """Learned tokens before the sequence."""
+    softmax: SoftmaxType = "vanilla"
+    """What joins the softmax's denominator: nothing, 1, or a learned logit."""
+    pathway: bool = False
+    """A global pathway beside every attention, with its penalty in the loss."""
     seed: int = 0
     """Seed of the fixed vectors, of the initial weights and of the training samples."""
 
