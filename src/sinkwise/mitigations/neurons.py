@@ -13,7 +13,7 @@ from sinkwise.mitigations.base import Hooks, Mitigation, Part
 from sinkwise.mitigations.longer import lengthen, one_tower, width
 from sinkwise.nn.registers import Registers
 
-_DOWN = ("mlp.fc2", "mlp.down_proj", "mlp.weights_out", "mlp.c_proj")
+_DOWN = ("mlp.fc2", "mlp.down_proj", "mlp.weights_out", "mlp.c_proj", "output.dense")
 _SCALE = ("ls2.gamma", "layer_scale2.lambda1", "ls_2.gamma")
 
 
