@@ -45,7 +45,7 @@ def facts(
         "layout": _code(layout),
         "inputs": inputs,
         "versions": versions(),
-        "sinkwise": _own_code(),
+        "sinkwise": own_code(),
     }
 
 
@@ -65,11 +65,14 @@ def weights_checksum(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def _own_code() -> str:
-    """Checksum of sinkwise's own files: a change there may change any number."""
+def own_code(*packages: str) -> str:
+    """Checksum of sinkwise's own files, all or those of these packages: a change there may change
+    any number that they make.
+    """
     root = Path(__file__).parent
     found = hashlib.blake2b(digest_size=16)
-    for file in sorted(root.rglob("*.py")):
+    folders = [root / package for package in packages] or [root]
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
         found.update(str(file.relative_to(root)).encode() + file.read_bytes())
     return found.hexdigest()
 

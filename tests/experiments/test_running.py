@@ -112,6 +112,18 @@ def test_the_sweep():
     assert not by["threshold 0, gamma 0"].right(["none"], [1.0])
 
 
+def test_a_kept_model_of_other_training_code_is_trained_again(tmp_path, monkeypatch):
+    from sinkwise.experiments import kept
+    from sinkwise.fingerprint import own_code
+
+    assert own_code("synthetic") != own_code("nn") != own_code()
+    run(short("nop"), 1, keep=tmp_path)
+    monkeypatch.setattr(kept, "own_code", lambda *packages: "another")
+    steps = []
+    run(short("nop"), 1, lambda step, loss: steps.append(loss), keep=tmp_path)
+    assert not any(math.isnan(loss) for loss in steps)
+
+
 def test_a_kept_model_is_not_trained_again(tmp_path):
     chosen, steps = short("nop", mitigation="gate"), []
     one = run(chosen, 1, keep=tmp_path)

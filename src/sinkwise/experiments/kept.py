@@ -12,7 +12,11 @@ from safetensors.torch import save
 from torch import nn
 
 from sinkwise.files import write_bytes
+from sinkwise.fingerprint import own_code
 from sinkwise.synthetic.task import Task
+
+_TRAINING = ("synthetic", "nn", "attention")
+"""Packages whose code decides a trained model."""
 
 Losses = list[tuple[int, float]]
 
@@ -23,10 +27,9 @@ def model_file(folder: Path, name: str, seed: int) -> Path:
 
 
 def facts(task: Task) -> dict[str, Any]:
-    """Everything that decides a trained model."""
-    return json.loads(
-        json.dumps({"task": type(task).__name__, **asdict(task), "torch": torch.__version__})
-    )
+    """Everything that decides a trained model, the code that trains it included."""
+    about = {"task": type(task).__name__, **asdict(task), "torch": torch.__version__}
+    return json.loads(json.dumps({**about, "sinkwise": own_code(*_TRAINING)}))
 
 
 def keep_model(path: Path, model: nn.Module, task: Task, losses: Losses) -> None:
@@ -39,7 +42,8 @@ def keep_model(path: Path, model: nn.Module, task: Task, losses: Losses) -> None
 def kept_model(path: Path, model: nn.Module, task: Task) -> Losses | None:
     """Load a kept model into `model` and return its losses; None where there is none of this task.
 
-    A file of another task, another version of torch, or one that cannot be read counts as none.
+    A file of another task, another version of torch or of sinkwise's training code, or one that
+    cannot be read counts as none.
     """
     try:
         with safe_open(path, "pt") as file:
