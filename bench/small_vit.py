@@ -30,7 +30,6 @@ from torch import Tensor, nn
 import sinkwise as sw
 from sinkwise.files import write_bytes
 from sinkwise.mitigations.base import Mitigation
-from sinkwise.nn.gate_formats import from_timm
 from sinkwise.synthetic.task import fit
 
 SIDE, PATCH, DIGIT = 24, 4, 8
@@ -52,12 +51,11 @@ MITIGATIONS: dict[str, tuple[Mitigation, ...]] = {
     "registers": (sw.Registers(4),),
     "one register": (sw.Registers(1),),
     "gate + registers": (sw.Gate("elementwise", init="paper"), sw.Registers(4)),
-    "sink logit": (),
-    "softmax-one": (),
+    "sink logit": (sw.SinkLogits(),),
+    "softmax-one": (sw.SinkLogits("off-by-one"),),
     "global pathway": (),
 }
-"""The variants, and what `sinkwise.mitigate` puts in; the last three change the attention."""
-SOFTMAX = {"sink logit": "learnable", "softmax-one": "off-by-one"}
+"""The variants, and what `sinkwise.mitigate` puts in; the last is a module around the attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,13 +154,6 @@ def _patches_of(tiles: Tensor) -> Tensor:
     return tiles.repeat_interleave(times, 1).repeat_interleave(times, 2).flatten(1)
 
 
-class SunkAttention(sw.GatedAttention):
-    """Attention with a sink logit that is called as timm's is."""
-
-    def forward(self, x: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
-        return super().forward(x)
-
-
 class PathwayAttention(nn.Module):
     """attention(x) + pathway(x), called as timm's attention is."""
 
@@ -222,31 +213,12 @@ def build(recipe: Recipe) -> Answering:
 
 def alter(trunk: VisionTransformer, mitigation: str, seed: int) -> None:
     """Put one of `MITIGATIONS` into a timm ViT."""
-    generator = torch.Generator().manual_seed(seed)
     if MITIGATIONS[mitigation]:
         sw.mitigate(trunk, *MITIGATIONS[mitigation], seed=seed)
-    for block in trunk.blocks:
-        if mitigation in SOFTMAX:
-            block.attn = sunk(block.attn, SOFTMAX[mitigation], generator)
-        elif mitigation == "global pathway":
+    elif mitigation == "global pathway":
+        generator = torch.Generator().manual_seed(seed)
+        for block in trunk.blocks:
             block.attn = PathwayAttention(block.attn, trunk.embed_dim, generator)
-
-
-def sunk(attention: Any, softmax: Any, generator: torch.Generator) -> SunkAttention:
-    """timm's attention with `softmax` in the place of its own, which starts with its weights."""
-    plain = from_timm(attention)
-    made = SunkAttention(
-        attention.qkv.in_features,
-        attention.num_heads,
-        gate=None,
-        softmax=softmax,
-        qkv_bias=attention.qkv.bias is not None,
-        out_bias=attention.proj.bias is not None,
-        generator=generator,
-    )
-    # It may have more: a sink logit, and a bias of the keys, which counts beside one; from 0 on.
-    made.load_state_dict({**made.state_dict(), **plain.state_dict()})
-    return made
 
 
 def loss(recipe: Recipe, model: Answering, pictures: Pictures) -> Tensor:

@@ -177,7 +177,7 @@ def test_variants_start_alike_and_differ_in_what_they_are_for(vit):
         )
         assert torch.equal(model(pixels), plain) == (name == "none")
     for block in built["sink logit"].trunk.blocks:
-        block.attn.sink.logit.data.fill_(-30.0)
+        block.attn.sink_logits.logit.data.fill_(-30.0)
     torch.testing.assert_close(built["sink logit"](pixels), plain)
     for block in built["global pathway"].trunk.blocks:
         block.attn.pathway.v_proj.weight.data.zero_()
