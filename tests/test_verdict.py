@@ -228,6 +228,23 @@ def test_a_near_miss_is_said(first):
         assert len(verdict(heads([[NONE]]), first=quiet).evidence) == 1
 
 
+def test_a_bin_that_registers_share_is_said():
+    """Four registers with a tenth of the attention each are one sink that no rule sees."""
+
+    def lines(frame, received):
+        table = layers(*[0.0] * len(received)).with_columns(
+            received_register=pl.Series(received, dtype=pl.Float64)
+        )
+        found = judge(frame, events(), table, sw.ModelRule())
+        return [line for line in found.evidence if "All registers together" in line]
+
+    for frame in (heads([[NONE]] * 3), heads([[NOP] * 3] * 3)):
+        (line,) = lines(frame, [0.1, 0.41, float("nan")])
+        assert "0.41" in line and "layer 1" in line
+        assert not lines(frame, [0.1, 0.29, float("nan")])
+    assert not lines(heads([[(NOP, "register")]] * 3), [0.1, 0.41, 0.0]), "said by the sinks"
+
+
 @pytest.mark.parametrize(
     ("shares", "words"),
     [

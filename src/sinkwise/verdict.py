@@ -24,6 +24,9 @@ ADVICE: dict[str, str] = {
 WORTH_SAYING = 0.15
 """Mean attention to the first token that is mentioned even where no rule is met."""
 
+SHARED_BIN = 0.3
+"""Mean attention to all registers together that is mentioned even where none of them is a sink."""
+
 _VERDICTS = ("nop", "broadcast", "mixed", "unclassified")
 _WORDS = {"nop": "NOP"}
 _DEPTHS = ("early", "middle", "deep")
@@ -71,9 +74,11 @@ def judge(
     if len(sinks) < max(1, rule.min_head_share * total):
         evidence.insert(0, f"{len(sinks)} of {total} heads have a sink: nothing to answer.")
         evidence += _near_miss(layers, other_rule)
+        evidence += _shared_bin(layers, sinks)
         return Verdict("none", tuple(evidence), depths)
     evidence.insert(0, _summary(sinks, total))
     evidence += _token_lines(sinks, events)
+    evidence += _shared_bin(layers, sinks)
     does_nothing = sinks.filter(pl.col("verdict").is_in(["nop", "mixed"]))
     broadcasts = sinks.filter(pl.col("verdict").is_in(["broadcast", "mixed"]))
     on_registers = broadcasts.filter(pl.col("kind") == "register")
@@ -170,6 +175,20 @@ def _near_miss(layers: pl.DataFrame, other_rule: str | None) -> list[str]:
     return [
         f"The first token receives {row['received_first']:.2f} of the attention in layer "
         f"{row['layer']}, which does not meet the event rule{advice}."
+    ]
+
+
+def _shared_bin(layers: pl.DataFrame, sinks: pl.DataFrame) -> list[str]:
+    """Where registers share what one token would draw, so that the event rule sees none of it."""
+    if "received_register" not in layers.columns or (sinks["kind"] == "register").any():
+        return []
+    shared = layers.filter(pl.col("received_register").fill_nan(None) >= SHARED_BIN)
+    if not len(shared):
+        return []
+    row = shared.sort("received_register", descending=True).row(0, named=True)
+    return [
+        f"All registers together receive {row['received_register']:.2f} of the attention in layer "
+        f"{row['layer']}; none of them alone meets the event rule."
     ]
 
 
