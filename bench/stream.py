@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+import sinkwise
 from sinkwise.attention.rotary import Rotary
 from sinkwise.retention import Retention
 from sinkwise.streaming.cache import SinkCache
@@ -106,7 +107,7 @@ def interleaved(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, fl
 def forwards(llama: Any, length: int, rounds: int) -> dict[str, float]:
     """Milliseconds a token of each way, through transformers' own forward."""
     name = decoder_of(llama).cache_argument
-    rotary = Rotary(llama.model.rotary_emb.inv_freq.double())
+    rotary = Rotary(llama.model.rotary_emb.inv_freq.double())  # a Llama's
     ids = torch.randint(0, 512, (1, length))
     token = ids[:, :1]
     caches: dict[str, Any] = {
@@ -206,17 +207,19 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--model", help="another model for the first tables: pypi:smollm2-135m")
+    parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS, help="of the caches")
     parser.add_argument("--flat", type=int, nargs="*", help="stream lengths, for instance 10000")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    llama = model()
+    llama = model() if given.model is None else sinkwise.load(given.model, dtype="float32")
     if given.flat:
         print("| stream length | ms a token | MiB of cache |\n|---|---|---|")
         return flat(llama, 256, tuple(given.flat))
     print("| cache length | recompute | plain cache | sinks | turn all by −1 | turn at read "
           "| recompute / sinks | sinks / plain | turn all / sinks | at read / sinks |\n"
           "|---|---|---|---|---|---|---|---|---|---|")  # fmt: skip
-    for length in LENGTHS:
+    for length in given.lengths:
         got = forwards(llama, length, given.rounds)
         sinks = got["sinks"]
         print(
@@ -227,10 +230,12 @@ def main() -> None:
             flush=True,
         )
     print("\n| tokens, none evicted | plain cache | sinks | sinks / plain |\n|---|---|---|---|")
-    for length in (64, 256, 1024, 4096):
+    for length in (64, *given.lengths):
         got = growing(llama, length, given.rounds)
         print(f"| {length:,} | {got['plain']:.2f} | {got['sinks']:.2f} "
               f"| {got['sinks'] / got['plain']:.2f} |", flush=True)  # fmt: skip
+    if given.model is not None:
+        return
     print(
         "\n| keys | update, sinks | turn all by −1 | turn at read | ratios |\n|---|---|---|---|---|"
     )
