@@ -175,6 +175,11 @@ def test_rows_and_figure(courses: list[Course]) -> None:
             if position in range(CACHE, SCORED, 5)
         ]
         assert row["at_recomputed"] == pytest.approx(math.exp(sum(chosen) / len(chosen)), rel=1e-5)
+    alone = stream_rows([one for one in courses if one.method.kind != "recompute"], CACHE)
+    assert [row["over_recomputed"] for row in alone] == [None] * 4
+    short = replace(courses[0], positions=[1, 2, 3], losses=[1.0, 2.0, 3.0])
+    ended = stream_rows([short, *courses[1:]], CACHE, {"dense": 2.5})[0]
+    assert ended["last_quarter"] is None and ended["milliseconds"] == 2.5
     table = stream_table(courses, CACHE, "title")
     assert table.row_count == 5
     spec = stream_figure(courses, "title", CACHE).to_dict()

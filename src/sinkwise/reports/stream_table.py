@@ -1,5 +1,6 @@
 """Courses over a text as a table."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -13,50 +14,55 @@ def stream_rows(
 ) -> list[dict[str, object]]:
     """One row a method: perplexity over the text once the cache is full, in its first and last
     quarter and by the positions that recomputation scored, how far above recomputation it is
-    there, milliseconds a token (`times`, by the method's name), MiB of cache. A restarted cache has
-    no quarters.
+    there, milliseconds a token (`times`, by the method's name), MiB of cache. None where a course
+    has no such tokens, and for a restarted cache.
     """
     end = max(one.positions[-1] for one in courses) + 1
     quarter = (end - cache_length) // 4
-    exact = next(one for one in courses if one.method.kind == "recompute")
-    shared = set(exact.positions)
+    exact = next((one for one in courses if one.method.kind == "recompute"), None)
+    shared = set() if exact is None else set(exact.positions)
     rows: list[dict[str, object]] = []
     for one in courses:
         pairs = zip(one.positions, one.losses, strict=True)
         same = [pair for pair in pairs if pair[0] in shared]
         at = Course(one.method, [p for p, _ in same], [loss for _, loss in same], 0)
         restarted = bool(one.method.restart_every)
-        over = gap(one, exact)
-        unknown = restarted or over.tokens < 2
+        over = Gap(math.nan, math.nan, 0) if exact is None else gap(one, exact)
+        numbers = {
+            "first_quarter": perplexity(one, cache_length, cache_length + quarter),
+            "last_quarter": perplexity(one, end - quarter, end),
+            "at_recomputed": perplexity(at, 0, end),
+            "over_recomputed": over.ratio - 1,
+            "over_recomputed_error": over.standard_error,
+            "milliseconds": (times or {}).get(one.method.name, math.nan),
+        }
+        unknown = {name for name, value in numbers.items() if restarted or math.isnan(value)}
         rows.append(
             {
                 "cache": one.method.name,
                 "kind": one.method.kind,
                 "perplexity": perplexity(one, cache_length, end),
-                "first_quarter": None if restarted
-                else perplexity(one, cache_length, cache_length + quarter),
-                "last_quarter": None if restarted else perplexity(one, end - quarter, end),
-                "at_recomputed": None if restarted else perplexity(at, 0, end),
-                "over_recomputed": None if unknown else over.ratio - 1,
-                "over_recomputed_error": None if unknown else over.standard_error,
-                "milliseconds": None if times is None or restarted else times[one.method.name],
+                **{name: None if name in unknown else value for name, value in numbers.items()},
                 "mebibytes": one.bytes / 2**20,
             }
-        )  # fmt: skip
+        )
     return rows
 
 
 def restart_gap(courses: Sequence[Course]) -> Gap | None:
-    """How much worse the cache is than the same one restarted; None without a restarted one."""
+    """How much worse the cache is than the same one restarted; None without a restarted one, and
+    where fewer than two tokens can be compared.
+    """
     anew = next((one for one in courses if one.method.restart_every), None)
     if anew is None:
         return None
     method = replace(anew.method, restart_every=0)
-    return gap(next(one for one in courses if one.method == method), anew)
+    found = gap(next(one for one in courses if one.method == method), anew)
+    return found if found.tokens > 1 else None
 
 
 def restart_words(courses: Sequence[Course]) -> str:
-    """The same in a sentence; empty without a restarted cache."""
+    """The same in a sentence; empty where there is nothing to say."""
     found = restart_gap(courses)
     if found is None:
         return ""
