@@ -85,6 +85,7 @@ class SinkCache(Cache):
         self.rows = Rows(self.retention)
         """How far each row has come."""
         self._steps: list[tuple[int, int]] | None = None
+        self._past = 0
         self._turnings: list[Turning] | None = None
         self._failed = False
 
@@ -169,7 +170,7 @@ class SinkCache(Cache):
 
     def _single(self, call: Call) -> list[tuple[int, int]] | None:
         """The slot and the columns of each layer for one token of rows that are alike, the sinks
-        turned for it; None for any other call.
+        turned for it, and `call.past` without its plans; None for any other call.
         """
         tokens = call.tokens
         seen = tokens.seen[0]
@@ -183,11 +184,11 @@ class SinkCache(Cache):
                 turning.write(shift)
         step = self.retention.step(seen)
         if not self._others:
+            self._past = step[1] - 1
             return [step] * len(self.layers)
-        return [
-            step if layer.retention is self.retention else layer.retention.step(seen)
-            for layer in self.layers
-        ]
+        steps = {kept: kept.step(seen) for kept in (self.retention, *self._others)}
+        self._past = max(columns for _, columns in steps.values()) - 1
+        return [steps[layer.retention] for layer in self.layers]
 
     @property
     def needs_mask(self) -> bool:
@@ -242,9 +243,7 @@ class SinkCache(Cache):
         """Columns seen, evicted and padding ones too; within a call, the keys before its own."""
         if self.call is None:
             return self.rows.columns
-        if self._steps is not None:
-            return max(columns for _, columns in self._steps) - 1
-        return self.call.past
+        return self.call.past if self._steps is None else self._past
 
     @torch.compiler.disable
     def get_query_offset(self, layer_idx: int = 0) -> int:
