@@ -210,7 +210,7 @@ def test_synthetic_logit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["nop", "--form", "slow"], "form='slow' must be one of fast, causal, sweep"),
+        (["nop", "--form", "slow"], "form='slow' must be one of fast, no-null, causal, sweep"),
         (["nop", "--mitigation", "prayer"], "mitigation='prayer' must be one of none, gate"),
         (["registers", "--mitigation", "register"], "does not fit"),
         (["cross", "--seeds", "0"], "--seeds 0 is too small"),
