@@ -2,7 +2,6 @@
 
 import copy
 import weakref
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -84,8 +83,6 @@ class SinkCache(Cache):
         """Outputs of the parts of a split call before the one in progress."""
         self.rows = Rows(self.retention)
         """How far each row has come."""
-        self._steps: list[tuple[int, int]] | None = None
-        self._past = 0
         self._turnings: list[Turning] | None = None
         self._failed = False
 
@@ -165,30 +162,13 @@ class SinkCache(Cache):
             for layer in self.layers:
                 layer.rebase(back)
         self.call = Call(tokens, self.retention, self.rows.base, self._others)
-        self._steps = self._single(self.call)
-        return self.call
-
-    def _single(self, call: Call) -> list[tuple[int, int]] | None:
-        """The slot and the columns of each layer for one token of rows that are alike, the sinks
-        turned for it, and `call.past` without its plans; None for any other call.
-        """
-        tokens = call.tokens
-        seen = tokens.seen[0]
-        if tokens.length > 1 or not call.uniform or not seen > self.retention.num_sink_tokens:
-            return None
-        shift = seen - self.rows.base[0] - (self.retention.capacity - 1)
-        if seen >= self.retention.capacity:
+        if self.call.steps is not None and tokens.seen[0] >= self.retention.capacity:
             if self._turnings is None:
                 self._turnings = Turning.of(self.layers)
+            shift = tokens.seen[0] - self.rows.base[0] - (self.retention.capacity - 1)
             for turning in self._turnings:
                 turning.write(shift)
-        step = self.retention.step(seen)
-        if not self._others:
-            self._past = step[1] - 1
-            return [step] * len(self.layers)
-        steps = {kept: kept.step(seen) for kept in (self.retention, *self._others)}
-        self._past = max(columns for _, columns in steps.values()) - 1
-        return [steps[layer.retention] for layer in self.layers]
+        return self.call
 
     @property
     def needs_mask(self) -> bool:
@@ -196,7 +176,7 @@ class SinkCache(Cache):
         assert self.call is not None
         if self.positions.bias is not None:
             return True
-        return self._steps is None and any(plan.mask is not None for plan in self.call.plans)
+        return self.call.steps is None and any(plan.mask is not None for plan in self.call.plans)
 
     def position_ids(self, call: Call) -> Int[Tensor, "batch query"]:
         """What the model is to take as positions."""
@@ -226,8 +206,8 @@ class SinkCache(Cache):
                 " make it with SinkCache(model) for this very model"
             )
         layer = self.layers[layer_idx]
-        if self._steps is not None:
-            return layer.step(key_states, value_states, *self._steps[layer_idx])
+        if self.call.steps is not None:
+            return layer.step(key_states, value_states, *self.call.steps[layer.retention])
         plan = self.call.plan(layer.retention)
         turn = None
         if plan.mode != "append" and layer.retention.num_sink_tokens:
@@ -241,9 +221,7 @@ class SinkCache(Cache):
     @torch.compiler.disable
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen, evicted and padding ones too; within a call, the keys before its own."""
-        if self.call is None:
-            return self.rows.columns
-        return self.call.past if self._steps is None else self._past
+        return self.rows.columns if self.call is None else self.call.past
 
     @torch.compiler.disable
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -256,11 +234,8 @@ class SinkCache(Cache):
         length = len(query_length) if isinstance(query_length, Tensor) else query_length
         if self.call is None:
             return self.rows.columns + length, 0
-        if self._steps is not None:
-            columns = self._steps[layer_idx][1]
-        else:
-            columns = self.call.plan(self.layers[layer_idx].retention).columns
-        return columns, self.get_seq_length() + length - columns
+        columns = self.call.columns(self.layers[layer_idx].retention)
+        return columns, self.call.past + length - columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens that the cache takes: no end (−1)."""
@@ -342,12 +317,7 @@ class SinkCache(Cache):
     def __enter__(self) -> "SinkCache":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SinkCache":

@@ -40,9 +40,24 @@ class Call:
         return [self.plan(retention) for retention in {self.retention, *self.others}]
 
     @cached_property
+    def steps(self) -> dict[Retention, tuple[int, int]] | None:
+        """For one token of rows that are alike and have their sinks: the slot that it takes and the
+        columns that attention gets, by retention. None for any other call.
+        """
+        seen = self.tokens.seen[0]
+        if self.tokens.length > 1 or not self.uniform or seen <= self.retention.num_sink_tokens:
+            return None
+        return {kept: kept.step(seen) for kept in (self.retention, *self.others)}
+
+    def columns(self, retention: Retention) -> int:
+        """Keys that attention gets in layers of that retention."""
+        return self.plan(retention).columns if self.steps is None else self.steps[retention][1]
+
+    @cached_property
     def past(self) -> int:
         """Keys before the call's own, as the model's own masks are to count them."""
-        return max(plan.columns for plan in self.plans) - self.tokens.length
+        kinds = {self.retention, *self.others}
+        return max(self.columns(retention) for retention in kinds) - self.tokens.length
 
     @cached_property
     def uniform(self) -> bool:

@@ -143,20 +143,11 @@ class SinkLayer(CacheLayerMixin):
                 buffer[rows, :, slots] = new[rows, :, numbers]
 
     def _turn_sinks(self, turn: tuple[Tensor, Tensor] | None) -> None:
-        """Write the sinks as the one query of a step sees them."""
-        if turn is None or self.retention.num_sink_tokens == 0:
-            return
-        assert self.keys is not None and self.rotary is not None
-        assert self.sinks is not None and self.quarters is not None
-        cos, sin = turn
-        part = self.rotary.coordinates
-        place = self.keys.narrow(2, 0, self.sinks.shape[2])
-        if part.stop - part.start < self.keys.shape[3]:
-            place = place[..., part]
-        if self.sinks.dtype == self.dtype:  # straight into the buffer
-            torch.mul(self.sinks, cos, out=place).addcmul_(self.quarters, sin)
-        else:
-            place.copy_(torch.addcmul(self.sinks * cos, self.quarters, sin))
+        """Write the sinks as the one query of a step sees them, each row at a token of its own."""
+        if turn is not None and self.retention.num_sink_tokens:
+            assert self.rotary is not None
+            turned = self._turned(turn)[:, :, 0]
+            self.sink_rows[..., self.rotary.coordinates].copy_(turned)
 
     def _turned(
         self, turn: tuple[Tensor, Tensor]
