@@ -246,6 +246,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert json.loads(anew.stdout)["over_restarted"]["tokens"] == 10  # 32 to 39, 72, 73
     for wrong, match in (
         (["--restart-every", "32"], "restart_every=32"),
+        (["--restart-every", "80", "--out", "none"], "there is no restart"),
         (["--num-sink-tokens", "4,x"], "numbers and commas"),
         (["--num-sink-tokens", "16"], "num_sink_tokens=16"),
         (["--recompute-every", "0"], "at least 1"),
@@ -253,3 +254,4 @@ def test_the_command(tmp_path: Path) -> None:
     ):
         failed = command("model", *options, *wrong, cwd=tmp_path)
         assert failed.returncode == 2 and match in failed.stderr, failed.stderr
+    assert not (tmp_path / "none").exists()  # said before any work

@@ -57,6 +57,8 @@ def stream(
         if recompute_every < 1:
             raise InputError(f"--recompute-every {recompute_every}: at least 1 is right")
         methods = comparing.methods(cache_length, sinks, restart_every)
+        for method in methods:  # before hours of work
+            comparing.check_length(tokens, method)
         module = load(model, dtype=dtype, device=device)
         ids = keeping.text_tokens(module, text, tokens)
         facts = keeping.facts(f"{model} {dtype}", ids, recompute_every)

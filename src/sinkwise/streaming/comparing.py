@@ -84,6 +84,20 @@ def methods(cache_length: int, sinks: list[int], restart_every: int = 0) -> list
     return out
 
 
+def check_length(count: int, method: Method) -> None:
+    """Raise InputError where a text of so many tokens is too short for the method."""
+    if count <= method.cache_length + TIMED_STEPS:
+        raise InputError(
+            f"the text has {count} tokens; more than cache_length={method.cache_length} and "
+            f"{TIMED_STEPS} timed ones are needed"
+        )
+    if method.restart_every and count <= method.restart_every + TIMED_STEPS:
+        raise InputError(
+            f"restart_every={method.restart_every} in a text of {count} tokens: there is no "
+            "restart; fewer is right"
+        )
+
+
 @torch.no_grad()
 def course(
     model: nn.Module,
@@ -102,16 +116,7 @@ def course(
 
     Reference: Xiao et al., 2023, arXiv 2309.17453.
     """
-    if len(tokens) <= method.cache_length + TIMED_STEPS:
-        raise InputError(
-            f"the text has {len(tokens)} tokens; more than cache_length={method.cache_length} and "
-            f"{TIMED_STEPS} timed ones are needed"
-        )
-    if method.restart_every and len(tokens) <= method.restart_every + TIMED_STEPS:
-        raise InputError(
-            f"restart_every={method.restart_every} in a text of {len(tokens)} tokens: there is no "
-            "restart; fewer is right"
-        )
+    check_length(len(tokens), method)
     run = _recomputed if method.kind == "recompute" else _cached
     return run(model, torch.tensor([tokens]), method, recompute_every, progress or (lambda _: None))
 
