@@ -61,12 +61,12 @@ def layer_step(variant: str, shape: Shape, with_mlp: bool, device: str) -> Calla
 
     from sinkwise.nn.attention import GatedAttention
     from sinkwise.nn.global_pathway import GlobalPathway, common_mode_penalty
-    from sinkwise.nn.registers import Registers
+    from sinkwise.nn.registers import RegisterTokens
 
     torch.manual_seed(0)
     options = {"gate": None, "is_causal": shape.is_causal, **LAYERS[variant]}
     attention = GatedAttention(DIM, HEADS, qkv_bias=True, out_bias=True, **options)
-    registers = Registers(4, DIM) if "registers" in variant else None
+    registers = RegisterTokens(4, DIM) if "registers" in variant else None
     pathway = GlobalPathway(DIM) if variant == "global pathway" else None
     norms = nn.ModuleList([nn.LayerNorm(DIM), nn.LayerNorm(DIM)])
     mlp = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
@@ -99,7 +99,7 @@ def kernel_step(variant: str, shape: Shape, device: str) -> Callable[[], None]:
     import torch.nn.functional as F
 
     from sinkwise.nn.sink_logit import sink_attention
-    from sinkwise.nn.softmax_one import softmax
+    from sinkwise.nn.softmax import softmax
 
     size, width = (shape.batch, shape.tokens, HEADS), DIM // HEADS
     q, k, v = (torch.randn(*size, width, device=device).transpose(1, 2) for _ in range(3))
@@ -222,7 +222,7 @@ def main() -> None:
     if options.memory:
         measure_memory(*options.memory, options.device)
         return
-    from sinkwise.versions import versions
+    from sinkwise.storage.versions import versions
 
     lines = [
         f"Machine: {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, "

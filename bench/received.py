@@ -29,7 +29,7 @@ def measure(
 
     from sinkwise.attention.received import received_mass, row_lse
     from sinkwise.attention.screen import Screen, screen
-    from sinkwise.records import AttentionMask
+    from sinkwise.core.records import AttentionMask
 
     batch, heads, kv_heads, length, causal = shape
     q = torch.randn(batch, heads, length, 64, device=device)
@@ -73,7 +73,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     import torch
 
-    from sinkwise.versions import versions
+    from sinkwise.storage.versions import versions
 
     torch.set_num_threads(options.threads)
 

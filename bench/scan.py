@@ -159,7 +159,7 @@ def peak_mib(case: str, variant: str, options: argparse.Namespace) -> float:
 
 def measure_memory(case: str, variant: str, device: str) -> None:
     """Print the MiB by which the process's peak grows while a variant runs."""
-    import sinkwise.scanning  # noqa: F401  imports are no part of the measurement
+    import sinkwise.scanning.scan  # noqa: F401  imports are no part of the measurement
 
     model, batch = _on(device, *CASES[case]())
     model.set_attn_implementation("eager" if variant == "eager" else "sdpa")
@@ -185,7 +185,7 @@ def main() -> None:
     if options.memory:
         measure_memory(options.case, options.memory, options.device)
         return
-    from sinkwise.versions import versions
+    from sinkwise.storage.versions import versions
 
     machine = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     lines = [

@@ -23,9 +23,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sinkwise as sw
-from sinkwise.files import write_bytes
 from sinkwise.nn.sink_token import SinkToken
-from sinkwise.streaming.decoder import decoder_of
+from sinkwise.storage.files import write_bytes
+from sinkwise.streaming.positions.decoder import decoder_of
 
 LENGTH = 128
 """Bytes of a sample, and keys of a cache."""

@@ -28,8 +28,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import sinkwise as sw
-from sinkwise.files import write_bytes
 from sinkwise.mitigations.base import Mitigation
+from sinkwise.storage.files import write_bytes
 from sinkwise.synthetic.task import fit
 
 SIDE, PATCH, DIGIT = 24, 4, 8

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sinkwise.streaming.cache import SinkCache
-from sinkwise.streaming.decoder import decoder_of
+from sinkwise.streaming.positions.decoder import decoder_of
 
 SINKS, WINDOW, TAIL = 4, 252, 1000
 STEPS = 200

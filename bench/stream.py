@@ -20,13 +20,13 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import sinkwise
 from sinkwise.attention.rotary import Rotary
-from sinkwise.retention import Retention
+from sinkwise.core.retention import Retention
 from sinkwise.streaming.cache import SinkCache
 from sinkwise.streaming.call import Call
-from sinkwise.streaming.decoder import decoder_of
 from sinkwise.streaming.layer import SinkLayer
 from sinkwise.streaming.plan import Tokens
-from sinkwise.streaming.turning import Turning
+from sinkwise.streaming.positions.decoder import decoder_of
+from sinkwise.streaming.rotation import Turning
 
 SINKS = 4
 LENGTHS = (256, 512, 1024, 2048, 4096)

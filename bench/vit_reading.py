@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import sinkwise as sw
 from sinkwise.attention.reference import attention
+from sinkwise.core.layout import TokenLayout, code
+from sinkwise.core.records import AttentionRecord
+from sinkwise.diagnosis.rules import MeanRule, Rules
 from sinkwise.hosts.sites import attention_sites
-from sinkwise.layout import TokenLayout, code
 from sinkwise.nn.gate import OutputGate
-from sinkwise.records import AttentionRecord
 from sinkwise.reports.synthetic_table import short, spread
-from sinkwise.rules import MeanRule, Rules
 
 RULES = {"mean": Rules(bidirectional=MeanRule()), "default": Rules()}
 """On the board one query in ten has something to do, so that `relaxed`, the default, sees a sink in

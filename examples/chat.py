@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 import sinkwise as sw
-from sinkwise.hosts.source import source_of
+from sinkwise.hosts.loading.source import source_of
 
 ANSWER = "\u00a7answer\u00a7"
 """Stands for an answer where only what the template puts around one is wanted."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sinkwise.layout import KINDS, TokenLayout
+from sinkwise.core.layout import KINDS, TokenLayout
 
 MARKERS, PAYLOAD, SCRATCH = 5, 7, 10
 DIM = 1 + MARKERS + PAYLOAD + SCRATCH

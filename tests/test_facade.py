@@ -28,8 +28,8 @@ def test_that_test_can_fail() -> None:
 
 
 def test_every_exported_name_is_there_and_keeps_its_meaning() -> None:
-    import sinkwise.capturing
-    import sinkwise.scanning
+    import sinkwise.capturing.capture
+    import sinkwise.scanning.scan
 
     for name in sinkwise.__all__:
         assert getattr(sinkwise, name) is not None

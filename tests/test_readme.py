@@ -39,7 +39,7 @@ def test_ci_and_readme_agree_on_the_test_command() -> None:
 def test_every_option_in_the_readme_exists() -> None:
     from typer.main import get_command
 
-    from sinkwise.cli import app
+    from sinkwise.cli.app import app
 
     commands = list(get_command(app).commands.values())  # type: ignore[attr-defined]
     for command in commands:  # grows

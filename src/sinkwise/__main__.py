@@ -1,6 +1,6 @@
 """`python -m sinkwise`."""
 
-from sinkwise.cli import main
+from sinkwise.cli.app import main
 
 if __name__ == "__main__":
     main()

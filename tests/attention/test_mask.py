@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sinkwise.attention.mask import bias_tile, biased_keys
-from sinkwise.records import AttentionMask
+from sinkwise.core.records import AttentionMask
 
 
 @given(st.data())

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from jaxtyping import TypeCheckError
 
 from sinkwise.attention.received import received_mass, seen
+from sinkwise.core.records import OPEN, AttentionMask
 from sinkwise.errors import InputError
-from sinkwise.records import OPEN, AttentionMask
 from tests.oracles.arrays import array
 from tests.oracles.cases import ADDITIVES, PADDINGS, SINKS, Case, cases, close, differs, make
 from tests.oracles.received import received as oracle

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from sinkwise.attention.reference import attention, visibility
-from sinkwise.records import OPEN, AttentionMask
+from sinkwise.core.records import OPEN, AttentionMask
 from tests.oracles.arrays import array
 from tests.oracles.attention import attention as oracle
 from tests.oracles.cases import ADDITIVES, ALLOWED, SINKS, Case, cases, close, differs, make

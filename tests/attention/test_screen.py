@@ -9,7 +9,7 @@ import torch
 import sinkwise as sw
 from sinkwise.attention.reference import attention
 from sinkwise.attention.screen import Sample, Screen, screen
-from sinkwise.records import AttentionMask
+from sinkwise.core.records import AttentionMask
 from tests.oracles.received import received as oracle_received
 from tests.planted import Planted, PlantedAttention, kinds, tokens
 

@@ -114,7 +114,7 @@ def test_the_sweep():
 
 def test_a_kept_model_of_other_training_code_is_trained_again(tmp_path, monkeypatch):
     from sinkwise.experiments import kept
-    from sinkwise.fingerprint import own_code
+    from sinkwise.scanning.fingerprint import own_code
 
     assert own_code("synthetic") != own_code("nn") != own_code()
     run(short("nop"), 1, keep=tmp_path)

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from sinkwise.hosts.blocks import LayerIndex, clean, find_blocks, holds_attention
-
-from ..models import CASES, NO_ATTENTION, Case, build
+from tests.models import CASES, NO_ATTENTION, Case, build
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sinkwise.core.layout import KINDS
 from sinkwise.hosts.blocks import find_blocks
 from sinkwise.hosts.layouts import token_layout
-from sinkwise.layout import KINDS
-
-from ..models import CASES, Case, build, run, tensors
+from tests.models import CASES, Case, build, run, tensors
 
 PICTURES = [case for case in CASES if case.prefix is not None]
 pictures = pytest.mark.parametrize("case", PICTURES, ids=lambda case: case.name)

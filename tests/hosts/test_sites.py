@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sinkwise.capturing import capture
+from sinkwise.capturing.capture import capture
+from sinkwise.capturing.jacobian import measured_sites
+from sinkwise.core.records import AttentionRecord, AttentionSite
 from sinkwise.hosts.sites import attention_sites
-from sinkwise.jacobian import measured_sites
-from sinkwise.records import AttentionRecord, AttentionSite
-
-from ..models import CASES, Case, build, run
+from tests.models import CASES, Case, build, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

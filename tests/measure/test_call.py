@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from sinkwise.layout import KINDS, code
+from sinkwise.core.layout import KINDS, code
+from sinkwise.core.records import OPEN, AttentionMask, AttentionRecord, AttentionSite
+from sinkwise.diagnosis.rules import Rules
 from sinkwise.measure.call import EVENT_FIELDS, CallMeter
-from sinkwise.measure.stream import border
-from sinkwise.records import OPEN, AttentionMask, AttentionRecord, AttentionSite
-from sinkwise.rules import Rules
+from sinkwise.measure.residual import border
 from tests.oracles import rank, rules
 from tests.oracles.arrays import array
 from tests.oracles.cases import make

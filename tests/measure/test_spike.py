@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sinkwise.core.records import AttentionSite
 from sinkwise.measure.spike import spikes
-from sinkwise.records import AttentionSite
 from tests.oracles import spectrum
 
 HEADS, WIDTH, DIM = 6, 5, 23

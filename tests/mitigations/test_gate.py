@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from sinkwise.conformance.traces import state_of
+from sinkwise.diagnosis.rules import Rules
 from sinkwise.errors import InputError
-from sinkwise.fingerprint import facts
 from sinkwise.hosts.sites import attention_sites
 from sinkwise.mitigations.applying import mitigate, mitigated
 from sinkwise.mitigations.gate import CHILD, Gate, HeadGate
-from sinkwise.rules import Rules
+from sinkwise.scanning.fingerprint import facts
 from tests.models import build, run, tensors
 
 FAMILIES = [

@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 import sinkwise as sw
 from sinkwise.conformance import check_model
 from sinkwise.conformance.traces import state_of
+from sinkwise.core.layout import KINDS
 from sinkwise.errors import InputError
 from sinkwise.hosts.hidden import behind
 from sinkwise.hosts.layouts import token_layout
-from sinkwise.layout import KINDS
 from sinkwise.mitigations.applying import mitigate, mitigated
 from sinkwise.mitigations.gate import Gate
-from sinkwise.mitigations.longer import longer_mask
+from sinkwise.mitigations.prepended_tokens import longer_mask
 from sinkwise.mitigations.registers import Registers
 from tests.models import build, pixels, run, tensors
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import sinkwise as sw
 from sinkwise.errors import InputError
-from sinkwise.hosts.load import load as load_plain
-from sinkwise.hosts.source import ImagePreprocessing, Source, register, source_of
+from sinkwise.hosts.loading.load import load_pretrained as load_plain
+from sinkwise.hosts.loading.source import ImagePreprocessing, Source, register, source_of
 from sinkwise.mitigations.applying import mitigate, mitigated
 from sinkwise.mitigations.gate import Gate, HeadGate
 from sinkwise.mitigations.loading import load

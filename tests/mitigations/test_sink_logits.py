@@ -10,12 +10,12 @@ from torch import nn
 
 import sinkwise as sw
 from sinkwise.conformance.traces import state_of
+from sinkwise.diagnosis.rules import Rules
 from sinkwise.errors import InputError
-from sinkwise.fingerprint import facts
 from sinkwise.hosts.sites import attention_sites
 from sinkwise.mitigations.applying import mitigate, mitigated
 from sinkwise.mitigations.sink_logits import CHILD, HeadLogits, SinkLogits
-from sinkwise.rules import Rules
+from sinkwise.scanning.fingerprint import facts
 from tests.mitigations.test_gate import FAMILIES as GATED
 from tests.mitigations.test_gate import outputs, same_bits
 from tests.models import CASES, EXTRA, build, run, tensors

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from sinkwise.capturing import capture
+from sinkwise.capturing.capture import capture
 from sinkwise.conformance import CHECKS, Sample, check_model, observe
+from sinkwise.core.records import AttentionRecord, AttentionSite
 from sinkwise.errors import CaptureError
-from sinkwise.flexing import is_flex
-from sinkwise.records import AttentionRecord, AttentionSite
+from sinkwise.interception.flex import is_flex
 
 from . import CASES, EXTRA, NO_ATTENTION, Case, run
 from .nn_models import STATE_SPACE

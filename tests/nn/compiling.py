@@ -11,9 +11,9 @@ from torch import nn
 from sinkwise.nn.attention import GatedAttention
 from sinkwise.nn.gate import OutputGate
 from sinkwise.nn.global_pathway import GlobalPathway, common_mode_penalty
-from sinkwise.nn.registers import Registers
-from sinkwise.nn.sink_logit import SinkLogit
-from sinkwise.nn.softmax_one import SoftmaxOne
+from sinkwise.nn.registers import RegisterTokens
+from sinkwise.nn.sink_logit import SinkLogitAttention
+from sinkwise.nn.softmax import SoftmaxOne
 
 torch.manual_seed(0)
 X, HEADS, REAL = torch.randn(2, 7, 24), torch.randn(2, 3, 7, 8), torch.rand(2, 7) > 0.3
@@ -29,7 +29,7 @@ class Whole(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.registers = Registers(3, 24)
+        self.registers = RegisterTokens(3, 24)
         self.attention = GatedAttention(24, 3, softmax="learnable", is_causal=True)
         self.pathway = GlobalPathway(24)
 
@@ -48,9 +48,9 @@ class Broken(nn.Module):
 CASES = {
     "gate, elementwise": (OutputGate(24, 3), (X, X)),
     "gate, headwise": (OutputGate(24, 3, kind="headwise"), (X, X)),
-    "registers": (Registers(4, 24), (X,)),
+    "registers": (RegisterTokens(4, 24), (X,)),
     "softmax-one": (SoftmaxOne(), (X,)),
-    "sink logit": (SinkLogit(3), (HEADS, HEADS, HEADS)),
+    "sink logit": (SinkLogitAttention(3), (HEADS, HEADS, HEADS)),
     "pathway": (GlobalPathway(24), (X, REAL)),
     "penalty": (Penalty(), (X, REAL)),
 } | {

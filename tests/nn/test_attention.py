@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from sinkwise.attention.reference import attention
-from sinkwise.capturing import capture
+from sinkwise.capturing.capture import capture
+from sinkwise.core.records import AttentionMask
 from sinkwise.errors import InputError
 from sinkwise.nn.attention import GatedAttention
-from sinkwise.records import AttentionMask
 from tests.oracles.arrays import array
 from tests.oracles.attention import attention as oracle
 from tests.oracles.cases import close

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sinkwise.attention.reference import attention
-from sinkwise.capturing import capture
+from sinkwise.capturing.capture import capture
+from sinkwise.core.records import AttentionMask
 from sinkwise.errors import InputError
-from sinkwise.nn.sink_logit import SinkLogit, rescale, sink_attention
-from sinkwise.records import AttentionMask
+from sinkwise.nn.sink_logit import SinkLogitAttention, rescale, sink_attention
 from tests.oracles.cases import ADDITIVES, ALLOWED, SINKS, close, make
 
 FORMS = ("column", "rescale")
@@ -322,14 +322,14 @@ def test_unusable_arguments_are_named(change, message):
 
 
 def test_the_module_starts_as_softmax_one_and_learns():
-    module = SinkLogit(6)
+    module = SinkLogitAttention(6)
     case = make(group=2, sink=0.0, dtype=torch.float32, causal=True, **WIDE)
     out = module(case.q, case.k, case.v, is_causal=True, scale=case.scale)
     close(out, case.expected[1], case.tolerance)
     out.square().sum().backward()
     assert module.logit.grad.shape == (6,) and (module.logit.grad != 0).all()
     assert list(module.state_dict()) == ["logit"]
-    assert (SinkLogit(3, init=-20.0).logit == -20).all()
+    assert (SinkLogitAttention(3, init=-20.0).logit == -20).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -347,9 +347,9 @@ def test_capture_sees_the_keys_and_the_sink_apart(form):
 
 def test_unusable_modules_are_named():
     with pytest.raises(InputError, match="num_heads=0 must be at least 1"):
-        SinkLogit(0)
+        SinkLogitAttention(0)
     with pytest.raises(InputError, match="init=-inf must be finite"):
-        SinkLogit(2, init=-math.inf)
+        SinkLogitAttention(2, init=-math.inf)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import torch
 
-from sinkwise.records import OPEN, AttentionMask
+from sinkwise.core.records import OPEN, AttentionMask
 
 from .arrays import array
 from .attention import attention, visible

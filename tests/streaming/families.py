@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from ..oracles.places import Layer, place_logits
+from tests.oracles.positions import Layer, place_logits
 
 VOCABULARY = 97
 _SIZES = dict(  # noqa: C408

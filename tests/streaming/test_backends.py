@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sinkwise.errors import InputError
 from sinkwise.streaming.cache import SinkCache
-from sinkwise.streaming.decoder import decoder_of
+from sinkwise.streaming.positions.decoder import decoder_of
 
 from .families import build, texts
 

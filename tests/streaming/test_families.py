@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkwise.streaming.cache import SinkCache
+from tests.oracles.positions import llama_logits
 
-from ..oracles.places import llama_logits
 from .families import FAMILIES, build, expected, fed, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

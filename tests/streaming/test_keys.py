@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sinkwise.attention.rotary import Rotary
 from sinkwise.streaming.cache import SinkCache
+from tests.oracles.positions import places, rotate
 
-from ..oracles.places import places, rotate
 from .families import build, fed, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sinkwise.core.retention import Retention
 from sinkwise.errors import InputError
-from sinkwise.retention import Retention
-from sinkwise.streaming import rows, turning
+from sinkwise.streaming import rotation, rows
 from sinkwise.streaming.cache import SinkCache
+from tests.oracles.positions import llama_logits
 
-from ..oracles.places import llama_logits
 from .families import VOCABULARY, build
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -171,7 +171,7 @@ def test_lives_of_a_cache(data: st.DataObject) -> None:
     shifts = data.draw(st.integers(1, 9), label="shifts that sinks are turned for at once")
     with (
         mock.patch.object(rows, "REBASE_AFTER", ahead),
-        mock.patch.object(turning, "MOST_SHIFTS", shifts),
+        mock.patch.object(rotation, "MOST_SHIFTS", shifts),
     ):
         life = Life(data.draw)
         for _ in range(data.draw(st.integers(1, 10), label="steps")):

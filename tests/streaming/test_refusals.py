@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
+from sinkwise.core.retention import Retention
 from sinkwise.errors import InputError
-from sinkwise.retention import Retention
 from sinkwise.streaming.cache import SinkCache
 
 from .families import build, expected, fed, texts

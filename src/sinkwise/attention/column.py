@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sinkwise.attention.mask import is_hidden
 from sinkwise.attention.tiles import statistics_dtype
-from sinkwise.records import OPEN, AttentionMask
+from sinkwise.core.records import OPEN, AttentionMask
 
 
 def columns(

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkwise.records import AttentionMask
+from sinkwise.core.records import AttentionMask
 
 
 def is_hidden(additive: Float[Tensor, "..."]) -> Bool[Tensor, "..."]:

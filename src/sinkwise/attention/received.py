@@ -10,8 +10,8 @@ from torch import Tensor
 from sinkwise.attention.mask import visible_tile
 from sinkwise.attention.tiles import TILE_SCORES, score_tiles, statistics_dtype
 from sinkwise.attention.transposed import transposed_mass
+from sinkwise.core.records import OPEN, AttentionMask
 from sinkwise.errors import InputError
-from sinkwise.records import OPEN, AttentionMask
 
 
 class Received(NamedTuple):

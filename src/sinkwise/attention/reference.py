@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkwise.attention.mask import bias_tile, visibility
-from sinkwise.records import OPEN, AttentionMask
+from sinkwise.core.records import OPEN, AttentionMask
 
 __all__ = ["Attention", "attention", "visibility"]
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkwise.attention.tiles import score_tiles, statistics_dtype
-from sinkwise.records import OPEN, AttentionMask
+from sinkwise.core.records import OPEN, AttentionMask
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Sample:
     causal: bool
     queries: int
     strata: list[range]
-    rows: list[Int[Tensor, "_"]]
+    rows: list[Int[Tensor, " _"]]
     """Positions of the queries read, a stratum each."""
 
     @property

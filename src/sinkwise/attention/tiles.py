@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkwise.attention.mask import bias_tile, biased_keys, key_range
-from sinkwise.records import AttentionMask
+from sinkwise.core.records import AttentionMask
 
 TILE_SCORES = 2**18
 """Scores in one tile and thread: 1 MiB of float32, which stays in a core's L2 cache."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sinkwise.attention.mask import bias_tile
-from sinkwise.records import AttentionMask
+from sinkwise.core.records import AttentionMask
 
 KEYS_A_CHUNK = 1024
 """Keys whose bias is built at once where the kernel's own causal mask does not fit."""

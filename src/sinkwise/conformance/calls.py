@@ -17,8 +17,8 @@ from sinkwise.conformance.sample import (
     same_bits,
     where,
 )
+from sinkwise.core.records import AttentionRecord
 from sinkwise.hosts.blocks import LayerIndex, clean, find_blocks
-from sinkwise.records import AttentionRecord
 
 
 def check_output_is_unchanged(sample: Sample) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from sinkwise.attention.reference import Attention, attention
-from sinkwise.capturing import Coverage, capture
+from sinkwise.capturing.capture import Coverage, capture
+from sinkwise.capturing.jacobian import measured_sites
+from sinkwise.core.records import AttentionRecord, AttentionSite
 from sinkwise.errors import InputError, SinkwiseError
 from sinkwise.hosts.blocks import clean
 from sinkwise.hosts.inputs import call
 from sinkwise.hosts.sites import attention_sites
-from sinkwise.jacobian import measured_sites
-from sinkwise.records import AttentionRecord, AttentionSite
 
 
 class ConformanceError(SinkwiseError, AssertionError):

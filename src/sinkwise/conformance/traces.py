@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinkwise.capturing import capture
+from sinkwise.capturing.capture import capture
 from sinkwise.conformance.sample import Sample, Skip, demand, run, same_bits
+from sinkwise.core.records import AttentionRecord
 from sinkwise.hosts.blocks import clean
-from sinkwise.records import AttentionRecord
 
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from sinkwise.diagnosis.rules import RelaxedRule, Rules
 from sinkwise.experiments.edits import error_after
 from sinkwise.experiments.running import layout_of, relative_error
-from sinkwise.hosts.load import load
-from sinkwise.results import Scan, check_target
-from sinkwise.rules import RelaxedRule, Rules
-from sinkwise.scanning import scan
+from sinkwise.mitigations.loading import load
+from sinkwise.scanning.result import Scan, check_target
+from sinkwise.scanning.scan import scan
 from sinkwise.synthetic.shipped import TASKS, shipped
 from sinkwise.synthetic.signature import Signature, signatures
 

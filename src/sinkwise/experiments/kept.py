@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from sinkwise.files import write_bytes
-from sinkwise.fingerprint import own_code
+from sinkwise.scanning.fingerprint import own_code
+from sinkwise.storage.files import write_bytes
 from sinkwise.synthetic.task import Task
 
 _TRAINING = ("synthetic", "nn", "attention")

@@ -10,11 +10,11 @@ import polars as pl
 import torch
 from torch import nn
 
+from sinkwise.core.layout import TokenLayout, code
+from sinkwise.diagnosis.rules import MeanRule, Rules
 from sinkwise.experiments.kept import Losses, keep_model, kept_model, model_file
-from sinkwise.layout import TokenLayout, code
-from sinkwise.results import Scan
-from sinkwise.rules import MeanRule, Rules
-from sinkwise.scanning import scan
+from sinkwise.scanning.result import Scan
+from sinkwise.scanning.scan import scan
 from sinkwise.synthetic.forms import Experiment
 from sinkwise.synthetic.signature import Signature, signatures
 from sinkwise.synthetic.task import Sample, Task

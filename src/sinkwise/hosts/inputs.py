@@ -13,7 +13,7 @@ from sinkwise.data.batch import LazyBatch, batch_checksum
 from sinkwise.data.images import ImageInputs
 from sinkwise.data.text import TextInputs
 from sinkwise.errors import InputError
-from sinkwise.hosts.source import source_of
+from sinkwise.hosts.loading.source import source_of
 
 _POSITIONS = re.compile(r"(^|\.)(position_embeddings|embed_positions|wpe)$")
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkwise.layout import TokenLayout, code
-from sinkwise.nn.registers import Registers
+from sinkwise.core.layout import TokenLayout, code
+from sinkwise.nn.registers import RegisterTokens
 
 _CLASS = ("cls_token", "class_embedding", "class_token", "dist_token", "distillation_token")
 _LATE = ("blocks_token_only", "cls_attn_blocks")
@@ -41,7 +41,7 @@ def _after_registers(model: nn.Module, layout: TokenLayout, other: re.Pattern[st
     registers = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, Registers) and not other.search(name)
+        if isinstance(module, RegisterTokens) and not other.search(name)
     ]
     count = sum(module.count for module in registers)
     front = torch.full((layout.batch, count), code("register"), dtype=torch.int64)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sinkwise.core.records import AttentionSite
 from sinkwise.hosts.blocks import clean
-from sinkwise.records import AttentionSite
 
 _SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),

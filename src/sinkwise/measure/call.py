@@ -11,10 +11,10 @@ from sinkwise.attention.rank import output_root, update_spectrum
 from sinkwise.attention.received import Seen, received_mass, seen
 from sinkwise.attention.screen import Screen, Screened, screen
 from sinkwise.attention.tiles import statistics_dtype
-from sinkwise.layout import KINDS
-from sinkwise.measure.stream import Border
-from sinkwise.records import AttentionMask, AttentionRecord
-from sinkwise.rules import Rules
+from sinkwise.core.layout import KINDS
+from sinkwise.core.records import AttentionMask, AttentionRecord
+from sinkwise.diagnosis.rules import Rules
+from sinkwise.measure.residual import Border
 
 EVENT_FIELDS = (
     "received", "received_excess", "routed_share", "min_attention", "value_ratio",

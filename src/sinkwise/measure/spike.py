@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkwise.attention.spectrum import interaction_spectrum, random_spike, spike_share
-from sinkwise.records import AttentionSite
+from sinkwise.core.records import AttentionSite
 
 
 def spikes(site: AttentionSite) -> tuple[Float[Tensor, " head"], float] | None:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from sinkwise.errors import InputError
 from sinkwise.mitigations.base import Child, Hooks, Mitigation, Part
-from sinkwise.mitigations.inside import watch
-from sinkwise.mitigations.layers import Layer, attention_layers
-from sinkwise.mitigations.multihead import GatedMultihead
+from sinkwise.mitigations.forward_override import watch
+from sinkwise.mitigations.gate_mha import GatedMultihead
+from sinkwise.mitigations.targets import Layer, attention_layers
 from sinkwise.nn.gate import GateKind, OutputGate
 
 GateInit = Literal["identity", "paper"]

@@ -10,13 +10,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sinkwise.errors import InputError
-from sinkwise.hosts import load as hosts
-from sinkwise.hosts import skeleton
-from sinkwise.hosts.source import ImagePreprocessing, Source, register
+from sinkwise.hosts.loading import architecture
+from sinkwise.hosts.loading import load as hosts
+from sinkwise.hosts.loading.source import ImagePreprocessing, Source, register
 from sinkwise.mitigations.applying import mitigate
 from sinkwise.mitigations.base import Mitigation
 from sinkwise.mitigations.gate import Gate
-from sinkwise.mitigations.neurons import RegisterNeurons
+from sinkwise.mitigations.register_neurons import RegisterNeurons
 from sinkwise.mitigations.registers import Registers
 from sinkwise.mitigations.saving import FORMAT, KEY, WEIGHTS
 from sinkwise.mitigations.sink_logits import SinkLogits
@@ -45,11 +45,11 @@ def load(
     weights that matter are missing from a transformers checkpoint.
     """
     if isinstance(spec, nn.Module) or not (Path(spec) / WEIGHTS).is_file():
-        return hosts.load(spec, dtype=dtype, device=device)
+        return hosts.load_pretrained(spec, dtype=dtype, device=device)
     target, place, folder = hosts.dtype_named(dtype), hosts.device_named(device), Path(spec)
     facts, tensors = _read(folder)
     try:
-        model = skeleton.build(facts["model"], folder, target)
+        model = architecture.build(facts["model"], folder, target)
         mitigate(model, *map(_mitigation, facts["mitigations"]))
         _fill(model, tensors, facts["aliases"], folder)
         image = _image(facts["image"])

@@ -8,8 +8,8 @@ from torch import nn
 
 from sinkwise.errors import InputError
 from sinkwise.mitigations.base import Mitigation, Part
-from sinkwise.mitigations.longer import lengthen, width
-from sinkwise.nn import registers as modules
+from sinkwise.mitigations.prepended_tokens import lengthen, width
+from sinkwise.nn.registers import RegisterTokens
 
 
 @dataclass(frozen=True)
@@ -48,5 +48,5 @@ class Registers(Mitigation):
             raise InputError(f"std={self.std} must be above 0: equal registers would stay equal")
 
     def apply(self, model: nn.Module, generator: torch.Generator, parts: list[Part]) -> None:
-        tokens = modules.Registers(self.count, width(model), std=self.std, generator=generator)
+        tokens = RegisterTokens(self.count, width(model), std=self.std, generator=generator)
         lengthen(model, tokens, parts)

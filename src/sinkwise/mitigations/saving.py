@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sinkwise.errors import InputError
-from sinkwise.files import whole_folder
-from sinkwise.hosts import skeleton
-from sinkwise.hosts.load import timm_image
-from sinkwise.hosts.source import source_of
+from sinkwise.hosts.loading import architecture
+from sinkwise.hosts.loading.load import timm_image
+from sinkwise.hosts.loading.source import source_of
 from sinkwise.mitigations.base import Mitigation
-from sinkwise.versions import versions
+from sinkwise.storage.files import whole_folder
+from sinkwise.storage.versions import versions
 
 WEIGHTS = "mitigated.safetensors"
 """Another name than transformers', which would read the file and leave the mitigations out."""
@@ -35,7 +35,7 @@ def save(
     """Write the folder, whole or not at all. `plain` are the names and shapes of the model's own
     state."""
     with whole_folder(folder) as draft:
-        words = skeleton.describe(model, draft, timm_options)
+        words = architecture.describe(model, draft, timm_options)
         tensors, aliases = _tensors(model)
         if words["library"] == "timm":
             _check_timm(words, plain, draft)
@@ -74,7 +74,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _check_timm(words: dict[str, Any], plain: Mapping[str, torch.Size], draft: Path) -> None:
     """timm's models forget what they were made with: see now that they can be made again."""
-    again = skeleton.build(words, draft, torch.float32).state_dict()
+    again = architecture.build(words, draft, torch.float32).state_dict()
     shapes = {name: value.shape for name, value in again.items()}
     wrong = [name for name in {**shapes, **plain} if shapes.get(name) != plain.get(name)]
     if wrong:

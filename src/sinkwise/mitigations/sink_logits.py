@@ -7,13 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sinkwise.dropped import owned
 from sinkwise.errors import InputError
+from sinkwise.hosts.implementation import kernels_of, owned_sink
 from sinkwise.mitigations.base import Child, Mitigation, Part
-from sinkwise.mitigations.denominator import Denominator
-from sinkwise.mitigations.inside import Inside, Watched, watch
-from sinkwise.mitigations.layers import attention_layers
-from sinkwise.unseen import kernels_of
+from sinkwise.mitigations.forward_override import Inside, Watched, watch
+from sinkwise.mitigations.sink_softmax import Denominator
+from sinkwise.mitigations.targets import attention_layers
 
 SinkSoftmax = Literal["learnable", "off-by-one"]
 
@@ -79,7 +78,7 @@ class SinkLogits(Mitigation):
                 )
         layers = []
         for path, attention, site in attention_layers(model, CHILD, "no sink logits fit"):
-            own = None if site.q is None else owned(attention, site.q.shape[0])
+            own = None if site.q is None else owned_sink(attention, site.q.shape[0])
             if site.q is None or own is not None:
                 why = "unknown heads" if own is None else f"sink logits of its own, {own!r}"
                 raise InputError(f"no sink logits fit {path!r}: it has {why}")

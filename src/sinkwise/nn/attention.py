@@ -1,6 +1,6 @@
 """Multi-head attention with what answers sinks built in: an output gate, a sink logit, or both."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from sinkwise.errors import InputError
 from sinkwise.nn.gate import GateKind, OutputGate
+from sinkwise.nn.linear import DeviceLike, linear
 from sinkwise.nn.padding import check_real
-from sinkwise.nn.sink_logit import SinkLogit, sink_attention
-from sinkwise.nn.softmax_one import SoftmaxType
+from sinkwise.nn.sink_logit import SinkLogitAttention, sink_attention
+from sinkwise.nn.softmax import SoftmaxType
 
 WEIGHT_STD = 0.02
 """Standard deviation of every projection at the start; biases start at 0."""
@@ -55,6 +56,8 @@ class GatedAttention(nn.Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         generator: torch.Generator | None = None,
+        device: DeviceLike = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """`head_dim` is dim // num_heads unless given; `num_kv_heads` is num_heads."""
         super().__init__()
@@ -74,14 +77,16 @@ class GatedAttention(nn.Module):
         self.softmax, self.is_causal, self.dropout_p = softmax, is_causal, dropout_p
         inner, kv_inner = num_heads * self.head_dim, kv_heads * self.head_dim
         key_bias = qkv_bias and softmax != "vanilla"
-        self.q_proj = _linear(dim, inner, qkv_bias, generator)
-        self.k_proj = _linear(dim, kv_inner, key_bias, generator)
-        self.v_proj = _linear(dim, kv_inner, qkv_bias, generator)
-        self.o_proj = _linear(inner, dim, out_bias, generator)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        drawn: dict[str, Any] = {"generator": generator, **place}
+        self.q_proj = linear(dim, inner, bias=qkv_bias, std=WEIGHT_STD, **drawn)
+        self.k_proj = linear(dim, kv_inner, bias=key_bias, std=WEIGHT_STD, **drawn)
+        self.v_proj = linear(dim, kv_inner, bias=qkv_bias, std=WEIGHT_STD, **drawn)
+        self.o_proj = linear(inner, dim, bias=out_bias, std=WEIGHT_STD, **drawn)
         self.gate = None
         if gate is not None:
-            self.gate = OutputGate(inner, num_heads, in_dim=dim, kind=gate, generator=generator)
-        self.sink = SinkLogit(num_heads) if softmax == "learnable" else None
+            self.gate = OutputGate(inner, num_heads, in_dim=dim, kind=gate, **drawn)
+        self.sink = SinkLogitAttention(num_heads, **place) if softmax == "learnable" else None
 
     def forward(
         self,
@@ -124,12 +129,3 @@ class GatedAttention(nn.Module):
         return sink_attention(
             q, k, v, sink, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p
         )
-
-
-def _linear(inputs: int, outputs: int, bias: bool, generator: torch.Generator | None) -> nn.Linear:
-    # skip_init leaves the global random state alone.
-    linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias)
-    nn.init.normal_(linear.weight, std=WEIGHT_STD, generator=generator)
-    if bias:
-        nn.init.zeros_(linear.bias)
-    return linear

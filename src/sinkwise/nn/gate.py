@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkwise.errors import InputError
+from sinkwise.nn.linear import DeviceLike, linear
 
 GateKind = Literal["elementwise", "headwise"]
 
@@ -37,6 +38,8 @@ class OutputGate(nn.Module):
         in_dim: int | None = None,
         kind: GateKind = "elementwise",
         generator: torch.Generator | None = None,
+        device: DeviceLike = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """`dim` counts the channels of all heads; `in_dim` those of x, where they differ."""
         super().__init__()
@@ -47,9 +50,15 @@ class OutputGate(nn.Module):
         self.kind = kind
         self.num_heads = num_heads
         outputs = dim if kind == "elementwise" else num_heads
-        # skip_init leaves the global random state alone.
-        self.proj = nn.utils.skip_init(nn.Linear, dim if in_dim is None else in_dim, outputs)
-        nn.init.normal_(self.proj.weight, std=PAPER_VARIANCE**0.5, generator=generator)
+        self.proj = linear(
+            dim if in_dim is None else in_dim,
+            outputs,
+            bias=True,
+            std=PAPER_VARIANCE**0.5,
+            generator=generator,
+            device=device,
+            dtype=dtype,
+        )
         nn.init.constant_(self.proj.bias, PAPER_BIAS)
 
     def factor(self, x: Float[Tensor, "*batch in_dim"]) -> Float[Tensor, "*batch factor"]:

@@ -1,10 +1,13 @@
 """A way of its own for what all tokens are told: a pooled update beside attention's."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sinkwise.nn.gate import GateKind, OutputGate
+from sinkwise.nn.linear import DeviceLike, linear
 from sinkwise.nn.padding import check_real
 
 PENALTY_WEIGHT = 0.1
@@ -34,14 +37,14 @@ class GlobalPathway(nn.Module):
         *,
         gate: GateKind = "elementwise",
         generator: torch.Generator | None = None,
+        device: DeviceLike = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        # skip_init leaves the global random state alone.
-        self.score = nn.utils.skip_init(nn.Linear, dim, 1, bias=False)
-        nn.init.zeros_(self.score.weight)
-        self.v_proj = nn.utils.skip_init(nn.Linear, dim, dim, bias=False)
-        nn.init.normal_(self.v_proj.weight, std=0.02, generator=generator)
-        self.gate = OutputGate(dim, 1, kind=gate, generator=generator)
+        factory: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
+        self.score = linear(dim, 1, bias=False, std=0.0, **{**factory, "generator": None})
+        self.v_proj = linear(dim, dim, bias=False, std=0.02, **factory)
+        self.gate = OutputGate(dim, 1, kind=gate, **factory)
 
     def pool(
         self,

@@ -5,9 +5,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkwise.errors import InputError
+from sinkwise.nn.linear import DeviceLike
 
 
-class Registers(nn.Module):
+class RegisterTokens(nn.Module):
     """`count` learned tokens of width `dim`, put before a sequence and dropped at its read-out.
 
     They start as distinct draws from N(0, std²): equal ones would stay equal. What a model
@@ -25,11 +26,13 @@ class Registers(nn.Module):
         *,
         std: float = 0.02,
         generator: torch.Generator | None = None,
+        device: DeviceLike = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if count < 1:
             raise InputError(f"count={count} must be at least 1")
-        self.tokens = nn.Parameter(torch.empty(count, dim))
+        self.tokens = nn.Parameter(torch.empty(count, dim, device=device, dtype=dtype))
         nn.init.normal_(self.tokens, std=std, generator=generator)
 
     @property

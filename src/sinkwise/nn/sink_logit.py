@@ -9,6 +9,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from sinkwise.attention.mask import is_hidden
 from sinkwise.errors import InputError
+from sinkwise.nn.linear import DeviceLike
 from sinkwise.nn.sink_column import column
 from sinkwise.nn.sink_kernel import RescaledAttention, refusal
 
@@ -158,7 +159,7 @@ def _bias(attn_mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
     return bias.expand(*bias.shape[:-1], keys)
 
 
-class SinkLogit(nn.Module):
+class SinkLogitAttention(nn.Module):
     """`sink_attention` with one learned logit a head: `logit` [head], all `init` at the start.
 
     At 0 it starts as softmax-one. A start far below every query's log-sum-exp (-20 at random
@@ -171,13 +172,20 @@ class SinkLogit(nn.Module):
     Reference: OpenAI, 2025, gpt-oss, arXiv 2508.10925.
     """
 
-    def __init__(self, num_heads: int, *, init: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        init: float = 0.0,
+        device: DeviceLike = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         if num_heads < 1:
             raise InputError(f"num_heads={num_heads} must be at least 1")
         if not -float("inf") < init < float("inf"):
             raise InputError(f"init={init} must be finite: a logit at -inf never gets a gradient")
-        self.logit = nn.Parameter(torch.full((num_heads,), float(init)))
+        self.logit = nn.Parameter(torch.full((num_heads,), float(init), device=device, dtype=dtype))
 
     def forward(
         self,

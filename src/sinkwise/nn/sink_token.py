@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from sinkwise.nn.linear import DeviceLike
+
 
 class SinkToken(nn.Module):
     """One learned vector put before a sequence of embeddings: T tokens become T + 1.
@@ -14,9 +16,16 @@ class SinkToken(nn.Module):
     Reference: Xiao et al., 2023, arXiv 2309.17453, section 3.3.
     """
 
-    def __init__(self, dim: int, std: float = 0.02) -> None:
+    def __init__(
+        self,
+        dim: int,
+        std: float = 0.02,
+        *,
+        device: DeviceLike = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.vector = nn.Parameter(torch.randn(dim) * std)
+        self.vector = nn.Parameter(torch.randn(dim, device=device, dtype=dtype) * std)
 
     def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch longer dim"]:
         """`x` with the sink token before it."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import polars as pl
 
-from sinkwise.results import Scan
+from sinkwise.scanning.result import Scan
 
 COLORS = {
     "nop": "#3b6fb6",

@@ -6,8 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sinkwise.files import write_bytes
 from sinkwise.reports.charts import svg
+from sinkwise.storage.files import write_bytes
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sinkwise.streaming.comparing import Course, curve
+from sinkwise.streaming.comparison.compare import Course, curve
 
 LEAST_SCORED = 32
 """Scored tokens of a point at least: fewer are noise, where recomputation scores few."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from sinkwise.streaming.comparing import Course, Gap, gap, perplexity
+from sinkwise.streaming.comparison.compare import Course, Gap, gap, perplexity
 
 
 def stream_rows(

@@ -5,7 +5,7 @@ from typing import Any
 import polars as pl
 from rich.table import Table
 
-from sinkwise.results import Scan
+from sinkwise.scanning.result import Scan
 
 HEADINGS = (
     ("layer", "right"),

@@ -9,15 +9,15 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from sinkwise.core.retention import Retention
 from sinkwise.errors import InputError
-from sinkwise.retention import Retention
-from sinkwise.streaming.attaching import attach
+from sinkwise.streaming.attachment import attach
 from sinkwise.streaming.call import Call
-from sinkwise.streaming.decoder import decoder_of
 from sinkwise.streaming.layer import SinkLayer
-from sinkwise.streaming.positions import positions_of
+from sinkwise.streaming.positions.decoder import decoder_of
+from sinkwise.streaming.positions.rotary import positions_of
+from sinkwise.streaming.rotation import Turning
 from sinkwise.streaming.rows import Rows
-from sinkwise.streaming.turning import Turning
 
 LONGEST_CHUNK = 256
 """Tokens of one plan at most: each has its own copy of the sinks."""

@@ -9,9 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkwise.attention.rotary import Rotary
-from sinkwise.retention import Retention
-from sinkwise.streaming.bias import Bias
+from sinkwise.core.retention import Retention
 from sinkwise.streaming.plan import Plan, Tokens
+from sinkwise.streaming.positions.alibi import Bias
 
 
 @dataclass(eq=False)

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from sinkwise.attention.rotary import Rotary
+from sinkwise.core.retention import Retention
 from sinkwise.errors import InputError
-from sinkwise.retention import Retention
 from sinkwise.streaming.plan import Plan
 
 Keys = Float[Tensor, "batch kv_head key head_dim"]

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinkwise.retention import Retention
+from sinkwise.core.retention import Retention
 
 SHARED, ORDINARY = -1, -2
 """Owners of a column: all queries from which nothing is evicted yet; every query."""

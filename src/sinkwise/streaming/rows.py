@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sinkwise.core.retention import Retention
 from sinkwise.errors import InputError
-from sinkwise.retention import Retention
 from sinkwise.streaming.plan import Tokens
 
 REBASE_AFTER = 128

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from sinkwise.errors import InputError
 from sinkwise.nn.gate import GateKind, OutputGate
 from sinkwise.nn.global_pathway import GlobalPathway, common_mode_penalty
-from sinkwise.nn.registers import Registers
-from sinkwise.nn.sink_logit import SinkLogit, sink_attention
-from sinkwise.nn.softmax_one import SoftmaxType
+from sinkwise.nn.registers import RegisterTokens
+from sinkwise.nn.sink_logit import SinkLogitAttention, sink_attention
+from sinkwise.nn.softmax import SoftmaxType
 
 WEIGHT_STD = 0.1
 """Standard deviation of every weight at the start."""
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         if gate is not None:
             self.gate = OutputGate(dim, num_heads, kind=gate, generator=generator)
         self.softmax = softmax
-        self.sink = SinkLogit(num_heads) if softmax == "learnable" else None
+        self.sink = SinkLogitAttention(num_heads) if softmax == "learnable" else None
 
     def forward(
         self,
@@ -135,7 +135,7 @@ class AttentionOnly(nn.Module):
         )
         self.registers = None
         if num_registers:
-            self.registers = Registers(num_registers, dim, std=WEIGHT_STD, generator=generator)
+            self.registers = RegisterTokens(num_registers, dim, std=WEIGHT_STD, generator=generator)
 
     @property
     def num_registers(self) -> int:

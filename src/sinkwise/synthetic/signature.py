@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkwise.attention.spectrum import interaction_spectrum
-from sinkwise.nn.softmax_one import softmax
+from sinkwise.nn.softmax import softmax
 from sinkwise.synthetic.model import Attention
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sinkwise.errors import InputError
 from sinkwise.nn.gate import GateKind
-from sinkwise.nn.softmax_one import SoftmaxType
+from sinkwise.nn.softmax import SoftmaxType
 
 
 class Sample(NamedTuple):

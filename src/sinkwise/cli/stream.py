@@ -1,0 +1,88 @@
+"""`sinkwise stream`: endless text with every kind of cache, compared."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sinkwise.cli.common import mistakes, progress_bar
+from sinkwise.errors import InputError
+
+
+def stream(
+    model: Annotated[str, typer.Argument(help="hf:NAME, pypi:NAME or a local folder.")],
+    text: Annotated[Path, typer.Option(help="A UTF-8 text file to read.")],
+    cache_length: Annotated[int, typer.Option(help="Keys of every cache, sinks included.")] = 1024,
+    num_sink_tokens: Annotated[str, typer.Option(help="Numbers of sinks: 0,1,2,4,8.")] = "4",
+    tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 20480,
+    recompute_every: Annotated[
+        int, typer.Option(help="Score every so many tokens by recomputation: it is slow.")
+    ] = 64,
+    restart_every: Annotated[
+        int,
+        typer.Option(
+            help="Also restart a cache every so many tokens, to see whether a long one stays as "
+            "good; 0: no."
+        ),
+    ] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("stream"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Endless text: perplexity, speed and memory of dense, window, recompute and sink caches."""
+    with mistakes():
+        from sinkwise.mitigations.loading import load
+        from sinkwise.reports.charts import png
+        from sinkwise.reports.stream_figure import stream_figure
+        from sinkwise.reports.stream_table import (
+            restart_gap,
+            restart_words,
+            stream_rows,
+            stream_table,
+        )
+        from sinkwise.storage.files import write_bytes
+        from sinkwise.streaming.comparison import compare, resuming
+        from sinkwise.streaming.comparison.timing import step_times
+
+        try:
+            sinks = [int(part) for part in num_sink_tokens.split(",")]
+        except ValueError:
+            raise InputError(
+                f"--num-sink-tokens {num_sink_tokens!r}: numbers and commas, as in 0,1,2,4,8"
+            ) from None
+        if recompute_every < 1:
+            raise InputError(f"--recompute-every {recompute_every}: at least 1 is right")
+        methods = compare.methods(cache_length, sinks, restart_every)
+        for method in methods:  # before hours of work
+            compare.check_length(tokens, method)
+        module = load(model, dtype=dtype, device=device)
+        ids = resuming.text_tokens(module, text, tokens)
+        facts = resuming.facts(f"{model} {dtype}", ids, recompute_every)
+        courses = []
+        for method in methods:
+            one = resuming.load(method, facts, out)
+            if one is None:
+                with progress_bar(method.name, tokens, quiet=as_json) as update:
+                    one = compare.course(module, ids, method, recompute_every, update)
+                resuming.save(one, facts, out)
+            courses.append(one)
+        times = step_times(module, ids, methods)
+        title = f"{model}: {tokens:,} tokens, cache of {cache_length}"
+        write_bytes(out / "perplexity.png", png(stream_figure(courses, title, cache_length)))
+        if as_json:
+            rows = stream_rows(courses, cache_length, times)
+            anew = restart_gap(courses)
+            over = {} if anew is None else {"over_restarted": asdict(anew)}
+            typer.echo(json.dumps({**facts, "cache_length": cache_length, "rows": rows, **over}))
+            return
+        from rich.console import Console
+
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        console.print(stream_table(courses, cache_length, title, times))
+        if restart_every:
+            console.print(restart_words(courses), soft_wrap=True)
+        console.print(f"Recomputation scores every {recompute_every}th token. Saved in {out}/")

@@ -1,1 +1,0 @@
-"""The commands beside `diagnose`, and what all of them share."""

@@ -1,0 +1,1 @@
+"""The vocabulary: records of attention calls, token layouts, what a cache keeps."""

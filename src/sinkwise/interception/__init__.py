@@ -1,0 +1,1 @@
+"""How attention is recognised in a running model: one module for each form of call."""

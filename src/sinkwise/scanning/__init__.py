@@ -1,0 +1,1 @@
+"""Run a model over data, every statistic in one pass."""

@@ -1,0 +1,1 @@
+"""Ways to handle endless text, compared on one text: quality, time and memory."""
