@@ -127,16 +127,25 @@ def test_a_test_time_register(folder):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (("--out", "new"), "give what to put in"),
-        (("--init", "paper", "--out", "new"), "--init paper is for a --gate"),
-        (("--gate", "open", "--out", "new"), "kind='open' is none of elementwise, headwise"),
-        (("--gate", "headwise", "--init", "x", "--out", "new"), "init='x' is none of"),
-        (("--sink-logits", "two", "--out", "new"), "softmax='two' is none of learnable, off-by-"),
+        (("--out", "new"), "nothing to add: give one or more of --gate"),
+        (("--init", "paper", "--out", "new"), "--init paper applies to --gate only"),
+        (
+            ("--gate", "open", "--out", "new"),
+            "sinkwise: --gate 'open' is none of elementwise, headwise",
+        ),
+        (("--gate", "headwise", "--init", "x", "--out", "new"), "sinkwise: --init 'x' is none of"),
+        (
+            ("--sink-logits", "two", "--out", "new"),
+            "sinkwise: --sink-logits 'two' is none of learnable, off-by-",
+        ),
         (("--gate", "headwise", "--out", "bert"), "is not empty"),
-        (("--test-time-register", "--out", "new"), "go together"),
-        (("--gate", "headwise", "--samples", "3", "--out", "new"), "--samples 3 is for --images"),
-        (("--images", "photos", "--gate", "headwise", "--out", "new"), "go together"),
-        (("--registers", "0", "--out", "new"), "count=0 must be at least 1"),
+        (("--test-time-register", "--out", "new"), "must be given together"),
+        (
+            ("--gate", "headwise", "--samples", "3", "--out", "new"),
+            "--samples 3 applies to --images only",
+        ),
+        (("--images", "photos", "--gate", "headwise", "--out", "new"), "must be given together"),
+        (("--registers", "0", "--out", "new"), "sinkwise: --registers 0 must be at least 1"),
     ],
 )
 def test_a_mistake_is_one_clear_line(folder, arguments, word):

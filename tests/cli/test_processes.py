@@ -348,12 +348,12 @@ def test_fabric_is_imported_for_many_processes_only(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((0, 1, "cpu"), "--devices 0 is too small"),
-        ((1, 0, "cpu"), "--num-nodes 0 is too small"),
-        ((2, 1, "cuda:1"), "--device cuda:1 is one device"),
-        ((2, 1, "mps"), "--device mps is one device"),
-        ((99, 1, "cuda"), "--devices 99: this machine has [0-9]+ CUDA devices"),
-        ((1, 2, "cpu"), "--num-nodes 2: start the command on every node"),
+        ((0, 1, "cpu"), "--devices must be at least 1; got 0"),
+        ((1, 0, "cpu"), "--num-nodes must be at least 1; got 0"),
+        ((2, 1, "cuda:1"), "--device must be cpu or cuda for several processes; got cuda:1"),
+        ((2, 1, "mps"), "--device must be cpu or cuda for several processes; got mps"),
+        ((99, 1, "cuda"), "--devices must be at most [0-9]+, the CUDA devices here; got 99"),
+        ((1, 2, "cpu"), "--num-nodes 2 needs MASTER_ADDR"),
     ],
 )
 def test_processes_that_cannot_be(arguments, words, monkeypatch):
@@ -366,7 +366,7 @@ def test_processes_that_cannot_be(arguments, words, monkeypatch):
 
 def test_a_mistake_is_told_by_the_command(folder):
     done = sinkwise(*TEXT, "--devices", 0, cwd=folder)
-    assert done.returncode == 2 and "sinkwise: --devices 0 is too small" in done.stderr
+    assert done.returncode == 2 and "sinkwise: --devices must be at least 1; got 0" in done.stderr
 
 
 # What a reader is told

@@ -9,7 +9,7 @@ from sinkwise.cli.mitigate import mitigate
 from sinkwise.cli.stream import stream
 
 app = typer.Typer(
-    help="Find attention sinks, tell which mechanism each is, and what answers it.",
+    help="Find attention sinks, tell which mechanism causes each one, and fix them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -23,7 +23,7 @@ app.add_typer(synthetic.app, name="synthetic")
 
 @app.callback()
 def _root() -> None:
-    """Find attention sinks, tell which mechanism each is, and what answers it."""
+    """Find attention sinks, tell which mechanism causes each one, and fix them."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`sinkwise demo`: the embedded demonstration, in the terminal and as a page."""
+"""`sinkwise demo`: the built-in demonstration, in the terminal and as a page."""
 
 import json
 from pathlib import Path
@@ -6,19 +6,19 @@ from typing import Annotated
 
 import typer
 
-from sinkwise.cli.common import keep_scan, make_folder, mistakes, scan_summary
+from sinkwise.cli.common import make_folder, save_scan, scan_summary, user_errors
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory for the page and the scans.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for the page and the scans.")] = Path(
         "sinkwise-demo"
     ),
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a model instead of tables.")
+        bool, typer.Option("--json", help="Print one JSON object per model instead of tables.")
     ] = False,
 ) -> None:
-    """Show on small trained models that ship with sinkwise that one stripe is two algorithms."""
-    with mistakes():
+    """Show, on small trained models that ship with sinkwise, two algorithms behind one stripe."""
+    with user_errors():
         from rich.console import Console
 
         from sinkwise.experiments.demonstration import WORDS, run_demo
@@ -30,10 +30,10 @@ def demo(
         found = {}
         for one in run_demo(out):
             found[one.name] = one
-            place = out / one.name
-            keep_scan(one.scan, place)
+            folder = out / one.name
+            save_scan(one.scan, folder)
             if as_json:
-                summary = {**scan_summary(one.scan, place), "error": one.error}
+                summary = {**scan_summary(one.scan, folder), "error": one.error}
                 typer.echo(json.dumps(summary, ensure_ascii=False))
                 continue
             console.print(f"\n[bold]demo:{one.name}[/bold] {WORDS[one.name]}", highlight=False)
@@ -43,4 +43,4 @@ def demo(
         page = out / "index.html"
         demo_page(found).write(page)
         if not as_json:
-            console.print(f"\nThe whole story, with pictures: {page}", highlight=False)
+            console.print(f"\nThe whole story, with figures: {page}", highlight=False)

@@ -1,4 +1,4 @@
-"""`sinkwise diagnose`: which sinks a model has, what each one is, and what to do about it."""
+"""`sinkwise diagnose`: which sinks a model has, what causes each one, and what to do about it."""
 
 import json
 import sys
@@ -8,49 +8,56 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sinkwise.cli.common import keep_scan, mistakes, progress_bar, say, scan_summary
+from sinkwise.cli.common import MODEL_HELP, progress_bar, save_scan, say, scan_summary, user_errors
 from sinkwise.errors import InputError
 
 if TYPE_CHECKING:
     from sinkwise.scanning.result import Scan
 
 DEFAULT_LENGTH = 1024
-"""Tokens of a text sample, where the model has as many positions."""
+"""Tokens per text sample, if the model has that many positions."""
 
 
 def diagnose(
     model: Annotated[
         str,
-        typer.Argument(
-            help="hf:NAME, timm:NAME, open_clip:ARCH/TAG, pypi:NAME, hub:REPO/NAME, or a folder."
-        ),
+        typer.Argument(help=MODEL_HELP),
     ],
-    text: Annotated[Path | None, typer.Option(help="A UTF-8 text file to read.")] = None,
-    images: Annotated[Path | None, typer.Option(help="A folder of pictures to look at.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 text file.")] = None,
+    images: Annotated[Path | None, typer.Option(help="A folder of images.")] = None,
     length: Annotated[
         int | None,
-        typer.Option(help="Tokens of a text sample; default: 1024, or all the model has."),
+        typer.Option(help="Tokens per text sample; default: 1024, or all positions the model has."),
     ] = None,
     size: Annotated[
-        int | None, typer.Option(help="Pixels of a picture's side; default: the model's own.")
+        int | None,
+        typer.Option(help="Height and width of an image in pixels; default: the model's own."),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Text windows or pictures, at most.")] = 16,
-    batch_size: Annotated[int, typer.Option(help="Samples run at once.")] = 4,
+    samples: Annotated[int, typer.Option(help="Maximum number of text windows or images.")] = 16,
+    batch_size: Annotated[int, typer.Option(help="Samples per forward pass.")] = 4,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
     rule: Annotated[str, typer.Option(help="auto, mean, relaxed or literal.")] = "auto",
     screen: Annotated[
-        bool, typer.Option("--screen", help="Find candidates from a sample of the queries.")
+        bool,
+        typer.Option(
+            "--screen",
+            help="For long sequences: estimate candidates from a sample of the queries first.",
+        ),
     ] = False,
-    devices: Annotated[int, typer.Option(help="Processes on each machine, a GPU each.")] = 1,
-    num_nodes: Annotated[int, typer.Option(help="Machines; they share the folder of --out.")] = 1,
-    out: Annotated[Path, typer.Option(help="Directory to save the scan in.")] = Path("scan"),
+    devices: Annotated[
+        int, typer.Option(help="Processes per machine, each on its own GPU if there are any.")
+    ] = 1,
+    num_nodes: Annotated[
+        int, typer.Option(help="Number of machines; they share the folder of --out.")
+    ] = 1,
+    out: Annotated[Path, typer.Option(help="Folder to save the scan in.")] = Path("scan"),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
 ) -> None:
-    """Which attention sinks MODEL has, which mechanism each one is, and what to do about it."""
-    with mistakes():
+    """Find the attention sinks of MODEL, the mechanism behind each one, and what to do about it."""
+    with user_errors():
         from sinkwise.cli.processes import check_processes, processes
         from sinkwise.data.images import images as image_inputs
         from sinkwise.data.text import text as text_inputs
@@ -62,11 +69,11 @@ def diagnose(
         from sinkwise.scanning.scan import scan, scan_share
 
         if (text is None) == (images is None):
-            raise InputError("give either --text FILE or --images DIR")
+            raise InputError("give exactly one of --text FILE and --images DIR")
         if images is not None and length is not None:
-            raise InputError("--length is for --text; pictures have --size")
+            raise InputError("--length applies to --text only; use --size for --images")
         if text is not None and size is not None:
-            raise InputError("--size is for --images; texts have --length")
+            raise InputError("--size applies to --images only; use --length for --text")
         check_processes(devices, num_nodes, device)
         options: dict[str, Any] = {"rules": Rules.named(rule), "screen": screen}
         check_target(out)
@@ -77,10 +84,10 @@ def diagnose(
             )
         elif images is not None:
             inputs = image_inputs(images, samples=samples, batch_size=batch_size, size=size)
-        place = out.resolve()
-        options["parts"] = parts = place.parent / f".{place.name}-parts"
+        target = out.resolve()
+        options["parts"] = parts = target.parent / f".{target.name}-parts"
         with processes(devices, num_nodes, device, parts, say) as group:
-            if group.rank:  # the first process shows its own
+            if group.rank:  # the first process shows one bar for all
                 import transformers
 
                 transformers.utils.logging.disable_progress_bar()
@@ -98,13 +105,13 @@ def diagnose(
                     options.update(progress=None, tell=None)
                 result = scan(module, inputs, **options) if group.rank == 0 else None
             if result is not None:
-                keep_scan(result, out)
+                save_scan(result, out)
                 remove_parts(parts)
                 _print(result, out, as_json)
 
 
 def _print(result: "Scan", out: Path, as_json: bool) -> None:
-    """Print a scan that is saved in `out`."""
+    """Print a scan saved in `out`."""
     if as_json:
         typer.echo(json.dumps(scan_summary(result, out), ensure_ascii=False))
         return
@@ -124,7 +131,7 @@ def _print(result: "Scan", out: Path, as_json: bool) -> None:
     rules = result.meta["rules"]
     console.print(
         f"\nEvent rules: {_rule(rules['causal'])} (causal), {_rule(rules['bidirectional'])} "
-        f"(both ways). Mechanism: {_rule(rules['mechanism'])}.\nSaved in {out}/",
+        f"(bidirectional). Mechanism: {_rule(rules['mechanism'])}.\nSaved in {out}/",
         highlight=False,
         markup=False,
     )

@@ -1,4 +1,4 @@
-"""The processes of one command: Lightning Fabric starts them, and all end when one fails."""
+"""The processes of one command: Lightning Fabric starts them, and all end if one fails."""
 
 import json
 import logging
@@ -17,37 +17,39 @@ from typing import Any
 from sinkwise.errors import InputError, SinkwiseError
 
 POLL_SECONDS = 0.1
-"""How often a process looks whether another has failed."""
+"""How often a process checks whether another has failed."""
 GRACE_SECONDS = 10.0
-"""How long a failed process waits for the first one to say so and end it."""
+"""How long a failed process waits for the first one to report the failure and end it."""
 WAIT = timedelta(days=1)
 """How long processes wait for each other."""
 
 
 def check_processes(devices: int, nodes: int, device: str) -> None:
-    """Whether so many processes can be started. Raises InputError otherwise."""
+    """Raise InputError if this many processes cannot be started."""
     for name, value in (("--devices", devices), ("--num-nodes", nodes)):
         if value < 1:
-            raise InputError(f"{name} {value} is too small: it is at least 1")
+            raise InputError(f"{name} must be at least 1; got {value}")
     if devices * nodes == 1:
         return
     if device not in ("cpu", "cuda"):
-        raise InputError(f"--device {device} is one device; many processes take cpu or cuda")
+        raise InputError(f"--device must be cpu or cuda for several processes; got {device}")
     if device == "cuda":
         import torch
 
         there = torch.cuda.device_count()
         if devices > there:
-            raise InputError(f"--devices {devices}: this machine has {there} CUDA devices")
+            raise InputError(
+                f"--devices must be at most {there}, the CUDA devices here; got {devices}"
+            )
     if nodes > 1 and "MASTER_ADDR" not in os.environ and "SLURM_NTASKS" not in os.environ:
         raise InputError(
-            f"--num-nodes {nodes}: start the command on every node, with MASTER_ADDR and "
-            "MASTER_PORT of the first one and NODE_RANK 0, 1, ... in the environment"
+            f"--num-nodes {nodes} needs MASTER_ADDR and MASTER_PORT (of the first node) and "
+            "NODE_RANK (0, 1, ...) in the environment; start the command on every node"
         )
 
 
 class Group:
-    """The processes of one command, seen from one of them."""
+    """The processes of one command, as one of them sees it."""
 
     def __init__(self, rank: int, world: int, device: str, watch: "_Watch | None" = None) -> None:
         self.rank = rank
@@ -56,7 +58,7 @@ class Group:
         self._watch = watch
 
     def wait(self) -> None:
-        """Return when all processes have come here; each may end on its own afterwards."""
+        """Wait until all processes have arrived here; each may end on its own afterwards."""
         if self._watch is None:
             return
         import torch
@@ -65,7 +67,7 @@ class Group:
             here: list[Any] = [None] * self.world
             torch.distributed.all_gather_object(here, self.rank)
         except RuntimeError as error:
-            time.sleep(GRACE_SECONDS / 2)  # the watch knows more, and ends this process
+            time.sleep(GRACE_SECONDS / 2)  # the watch knows the cause and ends this process
             raise InputError("another process ended before it was done") from error
         self._watch.over.set()
 
@@ -74,12 +76,12 @@ class Group:
 def processes(
     devices: int, nodes: int, device: str, folder: Path, say: Callable[[str], None]
 ) -> Iterator[Group]:
-    """Run the block in `devices` processes on each of `nodes` nodes; `folder` is one they share.
+    """Run the block in `devices` processes on each of `nodes` nodes; they share `folder`.
 
-    Each process runs the whole command again up to here, and all but the first end with the block.
-    One process is the calling one, and Fabric is not imported. When the block fails in one process,
-    the others end too, and the first one says why with `say`; its exit code is 2. Raises InputError
-    where processes cannot be started.
+    Each process runs the whole command again up to this point, and all except the first end with
+    the block. A single process is the calling one; Fabric is not imported then. If the block fails
+    in one process, the others end too, and the first one reports the cause with `say` and exits
+    with code 2. Raises InputError if the processes cannot be started.
     """
     if devices * nodes == 1:
         yield Group(0, 1, device)
@@ -108,10 +110,12 @@ def _started(devices: int, nodes: int, device: str, watch: "_Watch") -> Group:
         from lightning_fabric import Fabric
         from lightning_fabric.strategies import DDPStrategy
     except ImportError as error:
-        raise InputError("many processes need Fabric: pip install 'sinkwise[scale]'") from error
+        raise InputError(
+            "several processes need Lightning Fabric: pip install 'sinkwise[scale]'"
+        ) from error
     logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
     try:
-        # Results meet on disk: gloo is enough to wait for each other, on GPUs too.
+        # Results are exchanged on disk; gloo only synchronises, which is enough on GPUs too.
         strategy = DDPStrategy(process_group_backend="gloo", timeout=WAIT)
         fabric = Fabric(
             accelerator=device, devices=devices, num_nodes=nodes, strategy=strategy
@@ -128,7 +132,7 @@ def _started(devices: int, nodes: int, device: str, watch: "_Watch") -> Group:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """What C++ code prints goes to stderr: a command's output may be read by a machine."""
+    """Redirect what C++ code prints to stderr: a program may parse the command's output."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -140,25 +144,26 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 class _Watch:
-    """A thread that ends its process when another one has failed, or the one that started it is
-    gone. Ending at once is safe: finished batches are whole, whatever happens.
+    """A thread that ends its process once another one has failed or its parent is gone.
+
+    Ending at once is safe: files of finished batches are written atomically.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], started: bool) -> None:
         self.rank: int | None = None
         self.world = 0
         self.file: Path | None = None
-        """Holds the words of the process that failed first."""
+        """The message of the process that failed first."""
         self.children: Callable[[], list[Any]] = list
         self.over = threading.Event()
-        """Set when other processes matter no more."""
+        """Set once the other processes no longer matter."""
         self._folder = folder
         self._say = say
         self._parent = os.getppid() if started else None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="sinkwise-watch")
         self._thread.start()
 
@@ -177,7 +182,7 @@ class _Watch:
                 self._end(self._read(self.file))
 
     def _write(self, why: str) -> None:
-        """Tell all processes, unless one has told already."""
+        """Publish the failure to all processes, unless one has already."""
         if self.file is None:
             return
         with suppress(OSError):
@@ -194,13 +199,13 @@ class _Watch:
         return "another process has failed"
 
     def _end(self, why: str) -> None:
-        """End this process and those that it started."""
+        """End this process and its children."""
         if self.rank == 0 or (self.rank is None and self._parent is None):
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # a progress bar hides the cursor
             self._say(why)
         else:
-            time.sleep(GRACE_SECONDS / 2)  # the first process speaks, and ends its own
+            time.sleep(GRACE_SECONDS / 2)  # the first process reports, then ends its children
         self._end_children()
         os._exit(2)
 
@@ -217,8 +222,8 @@ class _Watch:
                 self._folder.rmdir()
 
     def failed(self, error: BaseException) -> None:
-        """The block failed in this process: the others end too. Returns where the error is to be
-        raised; in a process that another one has started it does not.
+        """The block failed in this process: end the others too. Returns if the error is to be
+        raised; in a process that another one has started it does not return.
         """
         ours = isinstance(error, SinkwiseError)
         speaks = self.rank == 0 or (self.rank is None and self._parent is None)
@@ -235,8 +240,8 @@ class _Watch:
             os._exit(2)
 
     def finish(self) -> None:
-        """The block is done: wait for the processes that this one started; all but the first of
-        all end here, since an interpreter taken down beside gloo's threads may abort.
+        """The block is done: wait for the children. All processes except the first end here,
+        since an interpreter that shuts down beside gloo's threads may abort.
         """
         for child in self.children():
             child.wait()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sinkwise.cli.common import mistakes, progress_bar
+from sinkwise.cli.common import progress_bar, user_errors
 from sinkwise.errors import InputError
 
 
@@ -34,7 +34,7 @@ def stream(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Endless text: perplexity, speed and memory of dense, window, recompute and sink caches."""
-    with mistakes():
+    with user_errors():
         from sinkwise.mitigations.loading import load
         from sinkwise.reports.charts import png
         from sinkwise.reports.stream_figure import stream_figure

@@ -1,14 +1,15 @@
-"""`sinkwise synthetic`: train the minimal models, show their signatures, check the verdict."""
+"""`sinkwise synthetic`: train minimal models, show their signatures, check the verdict."""
 
 import json
 import sys
 from collections.abc import Callable
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sinkwise.cli.common import make_folder, mistakes, progress_bar
+from sinkwise.cli.common import make_folder, progress_bar, user_errors
 from sinkwise.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,74 +17,62 @@ if TYPE_CHECKING:
     from sinkwise.synthetic.forms import Experiment
 
 app = typer.Typer(
-    help="Train the two mechanisms on purpose, in minimal models, and show their signatures.",
+    help="Train minimal models that need one of the mechanisms, and show its signature.",
     no_args_is_help=True,
 )
 
-Form = Annotated[str | None, typer.Option(help="Default: the first one named below.")]
-Mitigation = Annotated[str, typer.Option(help="What is put into the model.")]
-Seeds = Annotated[int, typer.Option(help="How many seeds, from 0 on.")]
+Form = Annotated[str | None, typer.Option(help="Default: the first one named above.")]
+Mitigation = Annotated[str, typer.Option(help="What is added to the model.")]
+Seeds = Annotated[int, typer.Option(help="Number of seeds, counted from 0.")]
 Out = Annotated[
     Path | None,
     typer.Option(
-        help="Folder for page.html, charts, numbers and models; a second run goes on there."
+        help="Folder for page.html, charts, numbers and models; a second run resumes there."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@app.command()
-def nop(
-    form: Form = None,
-    mitigation: Mitigation = "none",
-    seeds: Seeds = 5,
-    out: Out = None,
-    as_json: AsJson = False,
-) -> None:
-    """Conditional damping: a head that must sometimes do nothing grows a NOP sink.
+KINDS = {
+    "nop": """Conditional damping: a head that must sometimes do nothing grows a NOP sink.
 
-    Forms: fast and no-null (seconds), causal and sweep (the authors': a minute a seed).
+    Forms: fast and no-null (seconds), causal and sweep (the authors': a minute per seed).
     Mitigations: none, gate, headwise-gate, register, both, sink-logit, softmax-one,
     global-pathway, strong-null-gate, control.
-    """
-    _one("nop", form, mitigation, seeds, out, as_json)
+    """,
+    "broadcast": """Global broadcast: every token needs one token's payload, and a layer sends it.
 
-
-@app.command()
-def broadcast(
-    form: Form = None,
-    mitigation: Mitigation = "none",
-    seeds: Seeds = 5,
-    out: Out = None,
-    as_json: AsJson = False,
-) -> None:
-    """Global broadcast: one token's payload is needed by all, and a layer becomes the hub.
-
-    Forms: deep, concave, plain (seconds), authors (minutes a seed). Mitigations: none, gate,
+    Forms: deep, concave, plain (seconds), authors (minutes per seed). Mitigations: none, gate,
     headwise-gate, register, both, sink-logit, softmax-one, global-pathway.
-    """
-    _one("broadcast", form, mitigation, seeds, out, as_json)
-
-
-@app.command()
-def registers(
-    form: Form = None,
-    mitigation: Mitigation = "none",
-    seeds: Seeds = 5,
-    out: Out = None,
-    as_json: AsJson = False,
-) -> None:
-    """Local attention with one register, which does NOP in one layer and broadcast in the next.
+    """,
+    "registers": """Local attention and one register: a NOP in one layer, a broadcast in the next.
 
     Form: local. Mitigations: none, gate, headwise-gate.
-    """
-    _one("registers", form, mitigation, seeds, out, as_json)
+    """,
+}
+"""The kinds of experiment, each a command, with its help."""
+
+
+def _add(kind: str, words: str) -> None:
+    @app.command(kind, help=cleandoc(words))
+    def command(
+        form: Form = None,
+        mitigation: Mitigation = "none",
+        seeds: Seeds = 5,
+        out: Out = None,
+        as_json: AsJson = False,
+    ) -> None:
+        _one(kind, form, mitigation, seeds, out, as_json)
+
+
+for _kind, _words in KINDS.items():
+    _add(_kind, _words)
 
 
 @app.command()
 def cross(seeds: Seeds = 5, out: Out = None, as_json: AsJson = False) -> None:
-    """Every mechanism with every mitigation, in one table (mean and range over the seeds)."""
-    with mistakes():
+    """Every mechanism with every mitigation, in one table (mean and range over seeds)."""
+    with user_errors():
         from sinkwise.experiments.cross import cross_experiments
         from sinkwise.reports.cross_page import cross_charts, cross_page
 
@@ -92,11 +81,11 @@ def cross(seeds: Seeds = 5, out: Out = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def sweep(seeds: Seeds = 1, out: Out = None, as_json: AsJson = False) -> None:
-    """The authors' sweep: the sink's attention against the share of NOP queries, and gamma.
+    """The authors' sweep: attention to the sink against the share of NOP queries, and gamma.
 
-    Thirteen runs a seed, about five minutes on one quiet core.
+    Thirteen runs per seed, about five minutes on one quiet core.
     """
-    with mistakes():
+    with user_errors():
         from sinkwise.experiments.cross import sweep_experiments
         from sinkwise.reports.sweep_page import sweep_charts, sweep_page
 
@@ -108,8 +97,8 @@ def logit(
     out: Annotated[Path | None, typer.Option(help="Folder for logit.png.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The sink logit in one screen: what it takes, and what is left of the head's output."""
-    with mistakes():
+    """A sink logit on one screen: the attention it takes, and the norm of the head's output."""
+    with user_errors():
         from sinkwise.reports.charts import png
         from sinkwise.reports.logit_figure import logit_curve, logit_figure
         from sinkwise.storage.files import write_bytes
@@ -123,8 +112,8 @@ def logit(
             typer.echo(json.dumps([vars(point) for point in points]))
             return
         typer.echo(
-            "A query that matches none of six tokens. A sink logit joins the softmax's denominator"
-            "\nand carries no value, so the head may write next to nothing.\n\n"
+            "A query that matches none of six tokens. A sink logit adds to the softmax's "
+            "denominator\nand has no value, so the head can write almost nothing.\n\n"
             "sink logit   weights sum to   the sink takes   norm of the output"
         )
         for point in points:
@@ -140,7 +129,7 @@ def logit(
 def _one(
     kind: str, form: str | None, mitigation: str, seeds: int, out: Path | None, as_json: bool
 ) -> None:
-    with mistakes():
+    with user_errors():
         from sinkwise.reports.synthetic_page import charts, synthetic_page
         from sinkwise.synthetic.forms import experiment
 
@@ -163,11 +152,11 @@ def _all(
     charts: Callable[[Any], dict[str, Any]],
     page: Callable[[Any, dict[str, Any]], Any],
 ) -> None:
-    """Run experiments over seeds; print and keep what they show. Exit code 1 on a wrong verdict."""
+    """Run experiments over seeds, print and save the results. Exit code 1 on a wrong verdict."""
     from sinkwise.experiments.running import run
 
     if seeds < 1:
-        raise InputError(f"--seeds {seeds} is too small: it is at least 1")
+        raise InputError(f"--seeds must be at least 1; got {seeds}")
     models = None
     if out is not None:
         make_folder(out)
@@ -187,7 +176,7 @@ def _all(
         for one in chosen:
             groups.append([run(one, seed, step, models) for seed in range(seeds)])
     if out is not None:
-        _keep(groups, out, charts, page)
+        _save(groups, out, charts, page)
     if as_json:
         typer.echo(
             json.dumps({"experiments": _json(groups), "out": None if out is None else str(out)})
@@ -198,7 +187,7 @@ def _all(
         raise typer.Exit(1)
 
 
-def _keep(
+def _save(
     groups: "list[list[Trained]]",
     out: Path,
     charts: Callable[[Any], dict[str, Any]],
@@ -232,7 +221,7 @@ def _json(groups: "list[list[Trained]]") -> list[dict[str, Any]]:
                     "seed": run.seed,
                     "right": run.right,
                     "prescription": run.scan.verdict().prescription,
-                    # JSON knows no NaN: what is not defined is null.
+                    # JSON has no NaN: undefined values are null.
                     "layers": run.rows.fill_nan(None).to_dicts(),
                     "losses": run.losses,
                 }

@@ -138,7 +138,7 @@ def test_a_vision_model_is_diagnosed_as_json(folder: Path) -> None:
         (["diagnose", "bert", "--text", "book.txt", "--rule", "odd"], "relaxed"),
         (["diagnose", "bert", "--text", "book.txt", "--dtype", "int8"], "int8"),
         (["diagnose", "bert", "--text", "book.txt", "--device", "tpu"], "tpu"),
-        (["diagnose", "bert", "--text", "book.txt", "--samples", "0"], "samples"),
+        (["diagnose", "bert", "--text", "book.txt", "--samples", "0"], "sinkwise: --samples"),
         (["diagnose", "bert", "--text", "book.txt", "--out", "photos"], "photos"),
         (["diagnose", "bert", "--text", "book.txt", "--samples", "many"], "samples"),
         (["diagnose", "pickled", "--text", "book.txt"], "pickled"),
@@ -210,12 +210,12 @@ def test_synthetic_logit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["nop", "--form", "slow"], "form='slow' must be one of fast, no-null, causal, sweep"),
-        (["nop", "--mitigation", "prayer"], "mitigation='prayer' must be one of none, gate"),
+        (["nop", "--form", "slow"], "--form 'slow' must be one of fast, no-null, causal, sweep"),
+        (["nop", "--mitigation", "prayer"], "--mitigation 'prayer' must be one of none, gate"),
         (["registers", "--mitigation", "register"], "does not fit"),
-        (["cross", "--seeds", "0"], "--seeds 0 is too small"),
-        (["logit", "--out", "file"], "--out 'file' cannot be a folder"),
-        (["nop", "--out", "file"], "--out 'file' cannot be a folder"),
+        (["cross", "--seeds", "0"], "--seeds must be at least 1; got 0"),
+        (["logit", "--out", "file"], "--out must name a folder that can be made; got 'file'"),
+        (["nop", "--out", "file"], "--out must name a folder that can be made; got 'file'"),
     ],
 )
 def test_synthetic_refuses(tmp_path: Path, arguments: list[str], word: str) -> None:
