@@ -1,9 +1,13 @@
-"""The house: imports go downwards, and the contract that says so can fail."""
+"""The layout: imports point downwards and never in a circle, and both contracts can fail."""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+import sinkwise
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,10 +37,20 @@ def test_the_contract_is_kept(tmp_path: Path) -> None:
 
 def test_an_upward_import_breaks_it(tmp_path: Path) -> None:
     file = copy(tmp_path) / "src" / "sinkwise" / "attention" / "rank.py"
-    file.write_text(file.read_text() + "\nfrom sinkwise import scanning\n")
+    file.write_text(file.read_text() + "\nfrom sinkwise.scanning import scan\n")
     done = lint(tmp_path)
     assert done.returncode != 0
-    assert "BROKEN" in done.stdout
+    assert "its own BROKEN" in done.stdout
+
+
+def test_a_circle_breaks_it(tmp_path: Path) -> None:
+    folder = copy(tmp_path) / "src" / "sinkwise" / "attention"
+    lower = folder / "mask.py"
+    lower.write_text(lower.read_text() + "\nimport sinkwise.attention.tiles\n")
+    done = lint(tmp_path)
+    assert done.returncode != 0
+    assert "its own KEPT" in done.stdout
+    assert "in a circle BROKEN" in done.stdout
 
 
 def test_a_module_without_a_floor_breaks_it(tmp_path: Path) -> None:
@@ -44,6 +58,23 @@ def test_a_module_without_a_floor_breaks_it(tmp_path: Path) -> None:
     assert lint(tmp_path).returncode != 0
 
 
-def test_no_file_is_over_400_lines() -> None:
-    for file in [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
-        assert len(file.read_text().splitlines()) <= 400, file
+def test_the_top_level_has_few_modules_beside_its_folders() -> None:
+    modules = [file.stem for file in (ROOT / "src" / "sinkwise").glob("*.py")]
+    assert sorted(modules) == ["__init__", "__main__", "errors"]
+
+
+def test_no_folder_has_the_name_of_a_public_function() -> None:
+    folders = {folder.name for folder in (ROOT / "src" / "sinkwise").iterdir() if folder.is_dir()}
+    assert "scanning" in folders
+    assert not folders & set(sinkwise.__all__)
+
+
+@pytest.mark.parametrize(("folder", "limit"), [("src", 300), ("tests", 400), ("bench", 400)])
+def test_no_file_is_too_long(folder: str, limit: int) -> None:
+    files = list((ROOT / folder).rglob("*.py"))
+    assert files
+    assert {} == {
+        str(file): length
+        for file in files
+        if (length := len(file.read_text().splitlines())) > limit
+    }

@@ -1,6 +1,6 @@
-"""sinkwise: find attention sinks, tell which mechanism each one is, and what answers it.
+"""sinkwise: find attention sinks, tell which mechanism causes each one, and fix them.
 
-Names are imported when they are first used: `import sinkwise` itself loads no torch.
+Names are imported on first use: `import sinkwise` itself does not load torch.
 """
 
 import importlib

@@ -1,8 +1,8 @@
-"""Errors a user can cause, each a clear line that names the argument and what would be right."""
+"""Errors that a user can cause: one line with the argument, what was given and what is needed."""
 
 
 class SinkwiseError(Exception):
-    """Base of the errors that sinkwise raises on purpose; the command line exits with 2."""
+    """Base of the errors that sinkwise raises on purpose; the command line exits with code 2."""
 
 
 class InputError(SinkwiseError, ValueError):
