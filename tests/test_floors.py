@@ -73,8 +73,8 @@ def test_no_folder_has_the_name_of_a_public_function() -> None:
 def test_no_file_is_too_long(folder: str, limit: int) -> None:
     files = list((ROOT / folder).rglob("*.py"))
     assert files
-    assert {} == {
+    assert {
         str(file): length
         for file in files
         if (length := len(file.read_text().splitlines())) > limit
-    }
+    } == {}
