@@ -42,7 +42,7 @@ def stored(cache: SinkCache, count: int) -> Tensor:
     slots = [j if j < SINKS else SINKS + (j - SINKS) % WINDOW for j in kept]
     keys = layer.keys[:, :, slots].double()
     at = count - 1 - cache.rows.base[0]
-    return layer.rotary.turn(keys, torch.tensor(len(kept) - 1 - at))
+    return layer.rotary.rotate(keys, torch.tensor(len(kept) - 1 - at))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 3e-5),
@@ -102,8 +102,8 @@ def test_turns_add_up(interleaved: bool, start: int) -> None:
     torch.manual_seed(0)
     rotary = Rotary(torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), start, interleaved)
     x = torch.randn(2, 3, 5, 11, dtype=torch.float64)
-    there = rotary.turn(rotary.turn(x, torch.tensor(700)), torch.tensor(-653))
-    torch.testing.assert_close(there, rotary.turn(x, torch.tensor(47)), rtol=0, atol=1e-12)
+    there = rotary.rotate(rotary.rotate(x, torch.tensor(700)), torch.tensor(-653))
+    torch.testing.assert_close(there, rotary.rotate(x, torch.tensor(47)), rtol=0, atol=1e-12)
     part = slice(start, start + 6)
     want = rotate(x[..., part], 47 * rotary.frequencies.expand(5, 3), interleaved)
     torch.testing.assert_close(there[..., part], want, rtol=0, atol=1e-12)
