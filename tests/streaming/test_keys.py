@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sinkwise.attention.rotary import Rotary
 from sinkwise.streaming.cache import SinkCache
-from tests.oracles.positions import places, rotate
+from tests.oracles.positions import cache_positions, rotate
 
 from .families import build, fed, texts
 
@@ -27,18 +27,18 @@ def raw(model: Any, tokens: Tensor) -> Tensor:
 
 
 def by_place(model: Any, tokens: Tensor) -> Tensor:
-    """What is kept of them, each rotated by its place in the cache."""
-    kept, place = places(tokens.shape[1] - 1, SINKS, WINDOW)
+    """What is kept of them, each rotated for its cache position."""
+    kept, position = cache_positions(tokens.shape[1] - 1, SINKS, WINDOW)
     speed = model.model.rotary_emb.inv_freq.double()
-    angles = torch.tensor(place, dtype=torch.float64)[:, None] * speed
+    angles = torch.tensor(position, dtype=torch.float64)[:, None] * speed
     return rotate(raw(model, tokens).double()[:, :, kept], angles, False)
 
 
 def stored(cache: SinkCache, count: int) -> Tensor:
-    """The buffer in the order of the places, turned so that the query stands at its place."""
+    """The buffer in the order of their cache positions, rotated so that the query is at its cache position."""
     layer = cache.layers[0]
     assert layer.keys is not None and layer.rotary is not None
-    kept, _ = places(count - 1, SINKS, WINDOW)
+    kept, _ = cache_positions(count - 1, SINKS, WINDOW)
     slots = [j if j < SINKS else SINKS + (j - SINKS) % WINDOW for j in kept]
     keys = layer.keys[:, :, slots].double()
     at = count - 1 - cache.rows.base[0]
