@@ -1,9 +1,9 @@
-"""What a sink cache must give: un-rotated keys, rotated for their cache position at every step, in float64.
+"""What a sink cache must compute: keys rotated for their cache positions at every step, in float64.
 
-Two of them, written independently of the package. `llama_logits` is a Llama by hand, in which
-queries and keys are rotated by their cache positions. `position_logits` drives any model's own modules one
-token at a time: the model is told position 0, so that its queries and keys come un-rotated; each
-key is rotated by its cache position minus the query's.
+Two oracles, independent of the package. `llama_logits` is a hand-written Llama, in which queries
+and keys are rotated for their cache positions. `position_logits` runs any model's own modules one
+token at a time, always at position 0, so that queries and keys come un-rotated, and rotates each
+key by its cache position minus the query's.
 """
 
 import inspect
@@ -25,10 +25,10 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """Each pair of the last axis as a complex number times e^{i angle}."""
     half = x.shape[-1] // 2
     pairs = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
-    turned = torch.complex(*pairs) * torch.polar(torch.ones_like(angles), angles)
+    rotated = torch.complex(*pairs) * torch.polar(torch.ones_like(angles), angles)
     if interleaved:
-        return torch.view_as_real(turned).flatten(-2)
-    return torch.cat([turned.real, turned.imag], dim=-1)
+        return torch.view_as_real(rotated).flatten(-2)
+    return torch.cat([rotated.real, rotated.imag], dim=-1)
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ class Layer:
     """The layer's own sliding window."""
 
 
-class PlaceCache(DynamicCache):
+class PositionCache(DynamicCache):
     """Keeps everything, gives each step what it may see, in the order of their cache positions."""
 
     def __init__(self, layers: list[Layer], sinks: int, window: int) -> None:
@@ -91,7 +91,7 @@ class PlaceCache(DynamicCache):
         self.step = 0
 
     def kept(self, layer: int) -> tuple[list[int], list[int]]:
-        """(tokens seen by the present one, their cache positions): of a sliding layer its real distances."""
+        """(tokens that the current one sees, their positions); a sliding layer's are real ones."""
         own = self.kinds[layer].window
         if own is None:
             return cache_positions(self.step, *self.sizes)
@@ -142,10 +142,10 @@ def position_logits(
 ) -> Tensor:
     """Logits of every token by the model's own modules (in float64), one token at a time.
 
-    `positions`: `rotary` (position 0), `learned` (gets the cache position), `bias` (gets nothing; the number of
-    keys says it).
+    `positions`: `rotary` (always position 0), `learned` (the cache position) or `bias` (none; the
+    number of keys tells).
     """
-    cache = PlaceCache(layers, sinks, window)
+    cache = PositionCache(layers, sinks, window)
     names = inspect.signature(model.forward).parameters
     out = []
     for token in tokens:

@@ -35,7 +35,7 @@ def by_place(model: Any, tokens: Tensor) -> Tensor:
 
 
 def stored(cache: SinkCache, count: int) -> Tensor:
-    """The buffer in the order of their cache positions, rotated so that the query is at its cache position."""
+    """The buffer in the order of cache positions, rotated so that the query is at its own."""
     layer = cache.layers[0]
     assert layer.keys is not None and layer.rotary is not None
     kept, _ = cache_positions(count - 1, SINKS, WINDOW)
