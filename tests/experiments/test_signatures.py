@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from sinkwise.experiments.cross import CROSS
-from sinkwise.experiments.running import run
+from sinkwise.experiments.experiment_run import run_experiment
 from sinkwise.synthetic.forms import experiment
 
 SEEDS = range(5)
@@ -21,7 +21,7 @@ def each(*names, seeds=SEEDS):
     """Every seed's run; each must be called right."""
     chosen = experiment(*names)
     for seed in seeds:
-        one = run(chosen, seed)
+        one = run_experiment(chosen, seed)
         assert one.right, (names, seed, one.verdicts, one.rows)
         yield one, one.rows.to_dicts()
 
@@ -90,8 +90,8 @@ NO_NULL = ("none", "gate", "headwise-gate", "register", "both", "sink-logit", "s
 @pytest.mark.parametrize("mitigation", [*NO_NULL, "global-pathway"])
 def test_damping_without_a_null_token(mitigation):
     for one, (row,) in each("nop", "no-null", mitigation, seeds=range(2)):
-        idle = one.experiment.task.idle(one.sample)
-        spared = one.after[0].spared[:, one.experiment.task.num_registers :]
+        idle = one.experiment.task.idle(one.batch)
+        spared = one.after[0].sink_logit_share[:, one.experiment.task.num_registers :]
         if mitigation == "none":
             assert row["error"] > 0.1, "a head alone cannot look at nothing"
             continue
@@ -110,13 +110,15 @@ def test_damping_without_a_null_token(mitigation):
 def test_what_else_leaves_the_broadcast(mitigation):
     for one, rows in each("broadcast", "deep", mitigation, seeds=range(2)):
         check_hub(rows)
-        assert one.after[0].spared.mean() < 0.01, "a sink logit takes nothing from a broadcast"
+        assert one.after[0].sink_logit_share.mean() < 0.01, (
+            "a sink logit takes nothing from a broadcast"
+        )
 
 
 def test_the_authors_causal_form_begins_to_sink():
     chosen = experiment("nop", "causal")
     chosen = replace(chosen, task=replace(chosen.task, steps=300))
-    one = run(chosen, 0)
+    one = run_experiment(chosen, 0)
     row = one.rows.to_dicts()[0]
     assert row["mass_nop"] > 0.8 and row["mass_active"] < 0.2 and row["value_ratio"] < 0.2
     assert one.right

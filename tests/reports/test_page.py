@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from sinkwise.experiments.running import run
+from sinkwise.experiments.experiment_run import run_experiment
 from sinkwise.reports.bar_figure import bar_figure
 from sinkwise.reports.charts import png, svg
 from sinkwise.reports.cross_page import cross_charts, cross_page
@@ -14,8 +14,14 @@ from sinkwise.reports.line_figure import line_figure
 from sinkwise.reports.logit_figure import logit_curve, logit_figure
 from sinkwise.reports.map_figure import map_figure
 from sinkwise.reports.page import Figure, Page, Section
-from sinkwise.reports.synthetic_page import charts, synthetic_page
-from sinkwise.reports.synthetic_table import HEADINGS, markdown, short, spread, summary_rows
+from sinkwise.reports.synthetic_page import synthetic_charts, synthetic_page
+from sinkwise.reports.synthetic_table import (
+    HEADINGS,
+    format_number,
+    markdown,
+    mean_and_range,
+    summary_rows,
+)
 from sinkwise.synthetic.forms import experiment
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -49,7 +55,7 @@ def check(html):
 def groups():
     chosen = [experiment("nop"), experiment("broadcast"), experiment("registers")]
     return [
-        [run(replace(one, task=replace(one.task, steps=15)), seed) for seed in range(2)]
+        [run_experiment(replace(one, task=replace(one.task, steps=15)), seed) for seed in range(2)]
         for one in chosen
     ]
 
@@ -70,7 +76,7 @@ def test_words_are_escaped_and_pictures_are_inside(tmp_path):
 
 def test_pages_of_experiments(groups):
     for runs in groups:
-        html = synthetic_page(runs, charts(runs)).html()
+        html = synthetic_page(runs, synthetic_charts(runs)).html()
         check(html)
         assert runs[0].experiment.expected in html
         layers = len(runs[0].rows)
@@ -91,9 +97,17 @@ def test_table_rows(groups):
 
 def test_numbers_in_few_digits():
     nan = float("nan")
-    assert [short(x) for x in (0.0, 0.12345, 43.48, 0.00002)] == ["0.000", "0.123", "43.5", "2e-05"]
-    assert spread([nan, nan]) == "-" and spread([0.5, nan]) == "0.500"
-    assert spread([0.1, 0.3]) == "0.200 (0.100 to 0.300)" and spread([1.0, 1.0]) == "1.000"
+    assert [format_number(x) for x in (0.0, 0.12345, 43.48, 0.00002)] == [
+        "0.000",
+        "0.123",
+        "43.5",
+        "2e-05",
+    ]
+    assert mean_and_range([nan, nan]) == "-" and mean_and_range([0.5, nan]) == "0.500"
+    assert (
+        mean_and_range([0.1, 0.3]) == "0.200 (0.100 to 0.300)"
+        and mean_and_range([1.0, 1.0]) == "1.000"
+    )
 
 
 def test_figures_hold_their_numbers(groups):

@@ -158,5 +158,5 @@ def test_authors_form():
         assert wide.weight.shape == (28, 7)
         state = state + hidden @ narrow.weight.T + narrow.bias
     torch.testing.assert_close(model(inputs), state)
-    with pytest.raises(InputError, match="num_registers=1"):
+    with pytest.raises(InputError, match=r"num_registers must be 0 .* got 1"):
         PreNormBroadcast(num_registers=1)

@@ -41,7 +41,7 @@ def test_null_token_can_be_shorter_or_absent():
     task = replace(SMALL, null_norm=None)
     inputs, targets, aligned = task.sample(torch.Generator().manual_seed(1), 3)
     assert inputs.shape == targets.shape == (3, 5, 7) and aligned.shape == (3, 5)
-    assert (task.scored, SMALL.scored) == (0, 1)
+    assert (task.num_unscored, SMALL.num_unscored) == (0, 1)
     torch.testing.assert_close(
         inputs, SMALL.sample(torch.Generator().manual_seed(1), 3).inputs[:, 1:]
     )
@@ -135,10 +135,10 @@ def test_authors_models_follow_their_formulas():
 
 
 def test_authors_forms_have_neither_registers_nor_what_answers_otherwise():
-    with pytest.raises(InputError, match="num_registers=1"):
+    with pytest.raises(InputError, match=r"num_registers must be 0 .* got 1"):
         CausalDamping(num_registers=1)
     for changes in ({"softmax": "learnable"}, {"pathway": True}):
-        with pytest.raises(InputError, match="softmax and pathway"):
+        with pytest.raises(InputError, match=r"softmax=.vanilla. and pathway=False; got"):
             CausalDamping(**changes)
 
 
@@ -153,7 +153,7 @@ def test_a_direction_that_all_content_shares():
     assert (inputs[:, 0] @ fixed["common"]).abs().max() < 1e-6, "the null token has none of it"
     flags = inputs[:, 1:] @ fixed["flag"]
     assert torch.equal(flags > 0, aligned[:, 1:])
-    with pytest.raises(InputError, match="common_norm=-1"):
+    with pytest.raises(InputError, match="common_norm must be at least 0; got -1"):
         Damping(common_norm=-1.0)
 
 
@@ -164,7 +164,7 @@ def test_the_pathways_penalty_is_on_what_attention_adds(task):
     added = []
     for layer in model.layers:
         layer.attention.register_forward_hook(lambda module, args, out: added.append(out))
-    wrong = (model(sample.inputs) - sample.targets)[:, task.scored :].square().mean()
+    wrong = (model(sample.inputs) - sample.targets)[:, task.num_unscored :].square().mean()
     shares = [(u.mean(1).square().mean(-1) / u.square().mean((1, 2))).mean() for u in added]
     assert len(shares) == len(model.layers)
     torch.testing.assert_close(task.loss(model, sample), wrong + 0.1 * sum(shares))

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from sinkwise.errors import InputError
 from sinkwise.synthetic.ship import WEIGHTS, main
-from sinkwise.synthetic.shipped import TASKS, load, shipped
+from sinkwise.synthetic.shipped import TASKS, load_file, load_shipped
 from tests.synthetic import assert_hub, assert_nop, relative_error, signature, values
 
 FRESH = 77
@@ -35,7 +35,7 @@ def folder(request):
 
 def nop(folder, **changes):
     """Model, and fresh inputs, targets and aligned mask."""
-    model, task, fixed = load(folder / "nop.safetensors")
+    model, task, fixed = load_file(folder / "nop.safetensors")
     generator = torch.Generator().manual_seed(FRESH)
     return model, *replace(task, **changes).sample(generator, 128, fixed)
 
@@ -46,7 +46,7 @@ def nop_signature(model, inputs):
 
 def hub(folder):
     """Model, and fresh inputs, targets and source positions."""
-    model, task, fixed = load(folder / "broadcast.safetensors")
+    model, task, fixed = load_file(folder / "broadcast.safetensors")
     return model, *task.sample(torch.Generator().manual_seed(FRESH), 128, fixed)
 
 
@@ -136,11 +136,11 @@ def test_broadcast_carries_a_donors_payload():
 @pytest.mark.parametrize("name", ["nop", "nop-register", "broadcast", "broadcast-gate"])
 def test_demonstration_inputs_are_sinks_by_the_event_rule(name):
     state = torch.get_rng_state()
-    model, task, (inputs, _, _) = shipped(name)
+    model, task, (inputs, _, _) = load_shipped(name)
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(inputs, shipped(name)[2].inputs)
+    assert torch.equal(inputs, load_shipped(name)[2].inputs)
     assert not model.training and len(inputs) == 64
-    assert inputs.shape[1] == task.length + task.scored == 32 + task.scored
+    assert inputs.shape[1] == task.length + task.num_unscored == 32 + task.num_unscored
     inputs = model.start(inputs).detach()
     rows = torch.arange(64)
     uniform = signature(model.layers[0].attention, inputs, torch.zeros_like(rows))
@@ -166,12 +166,12 @@ def test_file_is_small_and_says_what_it_is(name):
 
 def test_stored_fixed_vectors_are_those_of_the_seed():
     for name in TASKS:
-        _, task, fixed = load(WEIGHTS / f"{name}.safetensors")
+        _, task, fixed = load_file(WEIGHTS / f"{name}.safetensors")
         assert fixed.keys() == task.fixed().keys()
         for key, tensor in task.fixed().items():
             torch.testing.assert_close(fixed[key], tensor, atol=1e-5, rtol=0)
 
 
 def test_unknown_name():
-    with pytest.raises(InputError, match="name='hub' must be one of nop, nop-gate"):
-        unwrap(shipped)("hub")  # without the tests' type checker, which would refuse it first
+    with pytest.raises(InputError, match=r"name must be one of nop, nop-gate, .*; got .hub."):
+        unwrap(load_shipped)("hub")  # without the tests' type checker, which would refuse it first

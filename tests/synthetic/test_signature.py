@@ -102,8 +102,8 @@ def test_a_sink_logit_spares_what_it_takes(softmax):
         total = powers.sum(-1, keepdim=True) + logit.double().exp()
         torch.testing.assert_close(found.attention, powers / total, atol=1e-6, rtol=1e-5)
         spared = (logit.double().exp() / total)[..., 0]
-        torch.testing.assert_close(found.spared, spared, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found.sink_logit_share, spared, atol=1e-6, rtol=1e-5)
         added = (states[layer + 1] - states[layer]).double()
         torch.testing.assert_close(found.update, added, atol=1e-5, rtol=1e-4)
     plain = Broadcast(dim=7, length=5).model(torch.Generator().manual_seed(0))
-    assert signatures(plain, inputs, source)[0].spared.abs().max() < 1e-12
+    assert signatures(plain, inputs, source)[0].sink_logit_share.abs().max() < 1e-12

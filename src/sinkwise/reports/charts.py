@@ -1,4 +1,4 @@
-"""Charts as files and as parts of a page, without a browser."""
+"""Charts rendered as PNG and SVG, without a browser."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def png(chart: Any, scale: float = 2.0) -> bytes:
 
 
 def svg(chart: Any) -> str:
-    """A chart as an SVG element that can stand in a page."""
+    """A chart as an SVG element for a page."""
     import vl_convert
 
     return vl_convert.vegalite_to_svg(chart.to_json())
