@@ -78,8 +78,9 @@ def test_few_steps_reduce_the_loss():
     assert relative_error(untrained[:, 1:], targets[:, 1:], inputs[:, 1:]) > 0.5
 
 
-def test_training_depends_on_the_seed_alone():
-    task = Damping(steps=20)
+@pytest.mark.parametrize("changes", [{}, {"gate": "headwise"}, {"pathway": True}])
+def test_training_depends_on_the_seed_alone(changes):
+    task = Damping(steps=20, **changes)
     state = torch.get_rng_state()
     first = task.train()
     assert torch.equal(torch.get_rng_state(), state)
