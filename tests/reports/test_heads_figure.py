@@ -1,4 +1,4 @@
-"""The figure of heads: its data are the frame's, its colours the verdicts', its pixels drawn."""
+"""The chart of heads: its data are the frame's, its colours the verdicts', and it renders."""
 
 import struct
 
@@ -22,7 +22,7 @@ def cells(chart):
     return chart.to_dict()["data"]["values"]
 
 
-def test_one_cell_a_head(scan):
+def test_one_cell_per_head(scan):
     found = {(cell["layer"], cell["head"]): cell for cell in cells(heads_figure(scan))}
     assert len(found) == len(scan.heads) == 6
     for row in scan.heads.iter_rows(named=True):
@@ -51,7 +51,7 @@ class Pair(nn.Module):
         return x + self.self_attn(x) + self.other_attn(x)
 
 
-def test_two_attentions_of_a_layer_are_told_apart():
+def test_two_attention_modules_of_a_layer_are_distinguished():
     model = Planted([[0]])
     model.layers = nn.ModuleList([Pair(), Pair()])
     found = sw.scan(model, [tokens(3, 41, {0: [0], 1: [4]})])
@@ -62,7 +62,7 @@ def test_two_attentions_of_a_layer_are_told_apart():
     }
 
 
-def test_a_head_that_could_not_be_read(scan):
+def test_a_head_that_could_not_be_measured(scan):
     model = Planted([[0, 1]])
     model.layers[0].attn.v_proj.weight.data[0] = torch.nan
     found = sw.scan(model, [tokens(3, 41, {0: [0], 1: [3]})])

@@ -1,4 +1,4 @@
-"""The broadcast task: its samples, its targets, its training; and the model both tasks train."""
+"""The broadcast task: samples, targets, training; and the model of both tasks."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def test_targets_follow_the_formula():
             torch.testing.assert_close(target, token + mix @ x[p])
 
 
-def test_one_token_is_marked_and_the_payload_holds_no_constant():
+def test_one_token_is_marked_and_the_payload_has_no_constant():
     inputs, _, source = SMALL.sample(torch.Generator().manual_seed(1), 11)
     fixed = SMALL.fixed()
     half = 0.5 * 7**0.5

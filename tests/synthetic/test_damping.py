@@ -1,4 +1,4 @@
-"""The conditional damping task: its samples, its targets, its training."""
+"""The conditional damping task: samples, targets, training."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def test_targets_follow_the_formula():
             torch.testing.assert_close(target, token if flag else token + mean)
 
 
-def test_flag_and_null_are_readable_alone():
+def test_flag_and_null_are_orthogonal_to_the_content():
     inputs, _, aligned = SMALL.sample(torch.Generator().manual_seed(1), 11)
     fixed = SMALL.fixed()
     torch.testing.assert_close(inputs[:, 0], (7**0.5 * fixed["null"]).expand(11, -1))
@@ -135,7 +135,7 @@ def test_authors_models_follow_their_formulas():
         torch.testing.assert_close(model(x), (read if normed else x) + update)
 
 
-def test_authors_forms_have_neither_registers_nor_what_answers_otherwise():
+def test_authors_forms_have_neither_registers_nor_sink_logits_nor_pathways():
     with pytest.raises(InputError, match=r"num_registers must be 0 .* got 1"):
         CausalDamping(num_registers=1)
     for changes in ({"softmax": "learnable"}, {"pathway": True}):
@@ -143,7 +143,7 @@ def test_authors_forms_have_neither_registers_nor_what_answers_otherwise():
             CausalDamping(**changes)
 
 
-def test_a_direction_that_all_content_shares():
+def test_all_content_has_the_common_direction():
     task = Damping(dim=7, length=5, common_norm=0.5)
     fixed = task.fixed()
     plain = Damping(dim=7, length=5)
@@ -151,7 +151,7 @@ def test_a_direction_that_all_content_shares():
     inputs, _, aligned = task.sample(torch.Generator().manual_seed(1), 11)
     along = inputs[:, 1:] @ fixed["common"]
     torch.testing.assert_close(along, torch.full_like(along, 0.5 * 7**0.5))
-    assert (inputs[:, 0] @ fixed["common"]).abs().max() < 1e-6, "the null token has none of it"
+    assert (inputs[:, 0] @ fixed["common"]).abs().max() < 1e-6, "the null token does not have it"
     flags = inputs[:, 1:] @ fixed["flag"]
     assert torch.equal(flags > 0, aligned[:, 1:])
     with pytest.raises(InputError, match="common_norm must be at least 0; got -1"):
@@ -159,7 +159,7 @@ def test_a_direction_that_all_content_shares():
 
 
 @pytest.mark.parametrize("task", [Damping(pathway=True), Broadcast(pathway=True, modular="none")])
-def test_the_pathways_penalty_is_on_what_attention_adds(task):
+def test_the_pathways_penalty_is_on_the_attention_updates(task):
     model = task.model(torch.Generator().manual_seed(0))
     sample = task.sample(torch.Generator().manual_seed(1), 11)
     added = []

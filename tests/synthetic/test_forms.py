@@ -1,4 +1,4 @@
-"""The experiments by name: which there are, and what they change in the task."""
+"""The experiments by name: which exist, and how they change the task."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def names():
                 yield kind, form, mitigation
 
 
-def test_each_exists_or_says_that_it_does_not_fit():
+def test_each_exists_or_is_refused():
     fitting = 0
     for kind, form, mitigation in names():
         try:

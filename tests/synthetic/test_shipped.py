@@ -1,4 +1,4 @@
-"""The shipped models still are what they are shipped for, and can be made again."""
+"""The shipped models show their mechanisms, and can be trained again."""
 
 from dataclasses import replace
 from inspect import unwrap
@@ -13,12 +13,12 @@ from sinkwise.synthetic.shipped import TASKS, load_file, load_shipped
 from tests.synthetic import assert_hub, assert_nop, relative_error, signature, values
 
 FRESH = 77
-"""Seed of inputs that neither training nor the demonstration has used."""
+"""Seed of inputs used neither in training nor in the demonstration."""
 
 
 @pytest.fixture(scope="module")
 def again(tmp_path_factory):
-    """A folder in which the command has trained both models again."""
+    """A folder in which the command has trained the models again."""
     folder = tmp_path_factory.mktemp("weights")
     threads = torch.get_num_threads()
     main(["--folder", str(folder)])
@@ -29,7 +29,7 @@ def again(tmp_path_factory):
 
 @pytest.fixture(params=["shipped", "again"])
 def folder(request):
-    """The package's files, then those trained again."""
+    """The package's files, then those of the new training."""
     return WEIGHTS if request.param == "shipped" else request.getfixturevalue("again")
 
 
@@ -82,7 +82,7 @@ def test_nop_fails_with_an_ordinary_value_at_the_sink():
         assert_nop(found, aligned)
 
 
-def test_nop_fails_when_the_queries_stay_away():
+def test_nop_fails_without_attention_to_the_sink():
     model, inputs, _, aligned = nop(WEIGHTS)
     model.layers[0].attention.q_proj.weight.data.zero_()
     with pytest.raises(AssertionError):
@@ -101,7 +101,7 @@ def test_broadcast(folder):
     assert_hub(first, second)
     with torch.no_grad():
         assert relative_error(model(inputs), targets, inputs) < 1e-3
-    # Layer 1 has nothing left to do, and does it as a NOP on the same token.
+    # Layer 1 has nothing left to do: it is a NOP on the same token.
     assert second.mass.mean() > 0.9 and second.ratio.median() < 0.2
 
 
@@ -120,7 +120,7 @@ def test_broadcast_fails_with_the_payload_zeroed():
         assert_hub(first, second)
 
 
-def test_broadcast_carries_a_donors_payload():
+def test_broadcast_sends_a_donors_payload():
     model, inputs, targets, source = hub(WEIGHTS)
     rows, donor = torch.arange(len(inputs)), torch.arange(len(inputs)).roll(1)
 
@@ -149,13 +149,13 @@ def test_demonstration_inputs_are_sinks_by_the_event_rule(name):
     assert event.double().mean() >= 0.95
     if name.startswith("nop"):
         assert found.ratio[event].max() <= 0.2
-        assert ((found.mass < 0.5)[:, 1:]).any(), "some queries must find the head at work"
+        assert ((found.mass < 0.5)[:, 1:]).any(), "some queries must not be NOP queries"
     else:
         assert found.ratio[event].min() >= 0.5 and found.stable_rank[event].max() <= 1.5
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_file_is_small_and_says_what_it_is(name):
+def test_file_is_small_and_has_metadata(name):
     path = WEIGHTS / f"{name}.safetensors"
     assert path.stat().st_size < 64 * 1024
     with safe_open(path, "pt") as file:
@@ -164,7 +164,7 @@ def test_file_is_small_and_says_what_it_is(name):
         assert '"versions": {"python"' in file.metadata()["sinkwise"]
 
 
-def test_stored_fixed_vectors_are_those_of_the_seed():
+def test_fixed_vectors_in_the_files_are_those_of_the_seed():
     for name in TASKS:
         _, task, fixed = load_file(WEIGHTS / f"{name}.safetensors")
         assert fixed.keys() == task.fixed().keys()

@@ -119,9 +119,9 @@ def _algorithms(nop: DemoResult, broadcast: DemoResult) -> Section:
             "Each key has a value, a vector. A query receives the values of all keys, weighted by "
             "the attention that it gives them, and this update is added to its own state.",
             "Model A must leave most tokens unchanged. But the attention of a query always sums to "
-            "one, so it cannot attend to nothing. Instead, these queries attend to a token whose "
-            "value is almost zero and receive almost nothing. This is an adaptive NOP: a way to do "
-            "nothing (“no operation”).",
+            "one, so it cannot attend to nothing. Instead, the queries of these tokens attend to a "
+            "token whose value is almost zero, and receive almost nothing. This is an adaptive "
+            "NOP: a way to do nothing (“no operation”).",
             "Model B must send the content of one marked token to all tokens. Every query attends "
             "to that token, whose value is about as large as any other, and all receive the same "
             "update. This is a broadcast.",
@@ -208,7 +208,8 @@ def _remedies(results: Results) -> Section:
         after=[
             "The largest mean attention is what the most attended token receives, averaged over "
             "the queries. The value ratio is that of the first token, of the marked token or of "
-            "the register. σ₁/σ₂ is the ratio of the two largest singular values."
+            "the register, with values after the head's output projection. σ₁/σ₂ is the ratio of "
+            "the two largest singular values."
         ],
     )
 
