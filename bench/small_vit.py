@@ -183,7 +183,7 @@ class PatchClassifier(nn.Module):
 
 
 def penalty(model: nn.Module) -> Tensor | float:
-    """The common-mode penalty on the attention updates beside global pathways; 0 without any."""
+    """The common-mode penalty on the attention updates next to global pathways; 0 without."""
     layers = [module for module in model.modules() if isinstance(module, PathwayAttention)]
     return sum(sw.common_mode_penalty(one.update) for one in layers if one.update is not None)
 

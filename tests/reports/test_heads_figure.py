@@ -1,5 +1,6 @@
 """The chart of heads: its data are the frame's, its colours the verdicts', and it renders."""
 
+import re
 import struct
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 import sinkwise as sw
-from sinkwise.reports.charts import png
+from sinkwise.reports.charts import PIXEL_SCALE, png, svg
 from sinkwise.reports.heads_figure import COLORS, heads_figure
 from tests.planted import Planted, PlantedAttention, tokens
 
@@ -77,8 +78,10 @@ def test_many_layers_stay_in_order():
 
 def test_png(scan):
     chart = heads_figure(scan)
-    image, large = png(chart), png(chart, scale=4.0)
+    image = png(chart)
     assert image[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", image[16:24])
-    assert struct.unpack(">II", large[16:24]) == pytest.approx((2 * width, 2 * height), abs=4)
-    assert width > 100 and height > 100
+    declared = re.match(r'<svg[^>]* width="(\d+)" height="(\d+)"', svg(chart))
+    size = [int(pixels) for pixels in declared.groups()]
+    assert [width, height] == pytest.approx([PIXEL_SCALE * pixels for pixels in size], abs=2)
+    assert min(size) > 50

@@ -7,7 +7,7 @@ import torch
 
 from sinkwise.errors import InputError
 from sinkwise.synthetic.broadcast import Broadcast
-from sinkwise.synthetic.damping import CausalDamping, Damping, SweepDamping
+from sinkwise.synthetic.damping import Damping
 from tests.synthetic import relative_error, same_weights
 
 SMALL = Damping(dim=7, length=5, null_norm=1.0, seed=3)
@@ -95,52 +95,6 @@ def test_training_depends_on_the_seed_alone(changes):
 def test_unusable_settings_are_named(wrong):
     with pytest.raises(InputError, match=next(iter(wrong))):
         Damping(**wrong)
-
-
-@pytest.mark.parametrize("form", [CausalDamping, SweepDamping])
-@pytest.mark.parametrize(("threshold", "gamma"), [(0.0, 0.0), (0.7, 0.1), (10.0, 0.0)])
-def test_authors_targets_follow_the_formula(form, threshold, gamma):
-    task = form(dim=7, length=5, threshold=threshold, gamma=gamma, seed=3)
-    direction = task.fixed()["direction"]
-    inputs, targets, nop = task.sample(torch.Generator().manual_seed(1), 11)
-    assert inputs.shape == targets.shape == (11, 6, 7) and nop.shape == (11, 6)
-    assert direction.norm().item() == pytest.approx(1.0)
-    assert not inputs[:, 0].any() and not targets[:, 0].any() and not nop[:, 0].any()
-    for x, y, flags in zip(inputs, targets, nop, strict=True):
-        for token, target, flag in zip(x[1:], y[1:], flags[1:], strict=True):
-            active = float(direction @ token) > threshold
-            assert flag.item() is not active
-            torch.testing.assert_close(target, gamma * token if active else token)
-
-
-def test_share_of_nop_queries():
-    for threshold, share in ((0.0, 0.5), (1.0, 0.8413), (-1.0, 0.1587), (10.0, 1.0)):
-        task = SweepDamping(threshold=threshold)
-        assert task.nop_share == pytest.approx(share, abs=1e-4)
-        nop = task.sample(torch.Generator().manual_seed(1), 400).marks[:, 1:]
-        assert nop.float().mean().item() == pytest.approx(share, abs=0.02)
-
-
-def test_authors_models_follow_their_formulas():
-    x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
-    for form, normed in ((CausalDamping, False), (SweepDamping, True)):
-        model = form(dim=6, length=3).model(torch.Generator().manual_seed(0))
-        read = x + model.positions
-        if normed:
-            centred = read - read.mean(-1, keepdim=True)
-            read = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        q, k, v = (read @ getattr(model.attention, f"{n}_proj").weight.T for n in "qkv")
-        weights = (torch.einsum("bqd,bkd->bqk", q, k) / 6**0.5).softmax(-1)
-        update = torch.einsum("bqk,bkd->bqd", weights, v) @ model.attention.o_proj.weight.T
-        torch.testing.assert_close(model(x), (read if normed else x) + update)
-
-
-def test_authors_forms_have_neither_registers_nor_sink_logits_nor_pathways():
-    with pytest.raises(InputError, match=r"num_registers must be 0 .* got 1"):
-        CausalDamping(num_registers=1)
-    for changes in ({"softmax": "learnable"}, {"pathway": True}):
-        with pytest.raises(InputError, match=r"softmax=.vanilla. and pathway=False; got"):
-            CausalDamping(**changes)
 
 
 def test_all_content_has_the_common_direction():

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sinkwise.synthetic.broadcast import Broadcast, PreNormBroadcast
-from sinkwise.synthetic.damping import SweepDamping
+from sinkwise.synthetic.broadcast import Broadcast
 from sinkwise.synthetic.model import AttentionOnly
+from sinkwise.synthetic.paper_tasks import PreNormBroadcast, SweepDamping
 from sinkwise.synthetic.signature import signatures, similarity
 from tests.synthetic import signature
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sinkwise.diagnosis.rules import MeanRule
-from sinkwise.synthetic.damping import SweepDamping
 from sinkwise.synthetic.forms import Experiment, experiment
+from sinkwise.synthetic.paper_tasks import SweepDamping
 
 CROSS = (
     ("nop", "fast", "none"),

@@ -1,10 +1,10 @@
-"""Notes to a scan that its numbers alone do not tell, one line each."""
+"""Notes on how the numbers of a scan were measured, one line each."""
 
 from typing import Any
 
 
 def notes(meta: dict[str, Any]) -> list[str]:
-    """What was estimated, which value ratios are raw, and what was left out; else empty."""
+    """Notes on estimates, raw value ratios and omissions; empty if there are none."""
     lines = []
     screen = meta.get("screen")
     if screen is not None:

@@ -8,7 +8,7 @@ from sinkwise.reports.bar_figure import bar_figure
 from sinkwise.reports.line_figure import line_figure
 from sinkwise.reports.page import Figure, Page, Section
 from sinkwise.reports.synthetic_table import COLUMN_NOTES, HEADINGS, RANGES, summary_rows
-from sinkwise.synthetic.damping import SweepDamping
+from sinkwise.synthetic.paper_tasks import SweepDamping
 
 Groups = Sequence[Sequence[ExperimentRun]]
 

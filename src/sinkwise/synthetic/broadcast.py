@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkwise.errors import InputError
 from sinkwise.synthetic.model import AttentionOnly
-from sinkwise.synthetic.paper_models import PreNormTransformer
 from sinkwise.synthetic.task import Task, TaskBatch, orthogonal_to
 
 Modular = Literal["deep", "concave", "none"]
@@ -132,74 +130,3 @@ class Broadcast(Task):
             size = updates.square().mean((1, 2, 3))
             loss = loss + self.concave_weight * (size + CONCAVE_FLOOR).pow(0.25).sum()
         return loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreNormBroadcast(Task):
-    r"""The authors' form: two pre-norm blocks with MLPs, and no marker.
-
-    $$y_i = x_i + R x_p, \quad p = \arg\max_j \langle x_j, u \rangle$$
-
-    with $x_i \sim N(0, I)$, a fixed unit vector $u$ and a fixed orthogonal matrix $R$. Nothing
-    marks $p$: the queries must find a maximum. Their result at seed 0: error 0.048; $p$ is the
-    most attended token in 95 % (layer 0) and 98 % (layer 1) of the samples; the projected value
-    ratios are 0.98 and 1.04. Over seeds the error ranges from 0.05 to 0.3.
-
-    Reference: as for `Broadcast`, and its authors' code.
-    """
-
-    summary: ClassVar[str] = (
-        "The token p with the largest ⟨x, u⟩, for a fixed unit vector u, must send its payload to "
-        "every token: yᵢ = xᵢ + R xₚ. Nothing marks p, so the queries must find a maximum."
-    )
-
-    dim: int = 64
-    length: int = 32
-    batch: int = 1024
-    steps: int = 6000
-    decay: bool = False
-    lr: float = 5e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    num_layers: int = 2
-    """Layers of the model."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_registers:
-            raise InputError(
-                f"num_registers must be 0 in the authors' form; got {self.num_registers}"
-            )
-        if self.softmax != "vanilla" or self.pathway:
-            raise InputError(
-                f"the authors' forms need softmax='vanilla' and pathway=False; got "
-                f"softmax={self.softmax!r} and pathway={self.pathway}"
-            )
-
-    def fixed(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """The unit vector `direction`, u in the formula, and the orthogonal matrix `mix`, R."""
-        generator = generator or torch.Generator().manual_seed(self.seed)
-        direction = F.normalize(torch.randn(self.dim, generator=generator), dim=0)
-        mix = torch.linalg.qr(torch.randn(self.dim, self.dim, generator=generator)).Q
-        return {"direction": direction, "mix": mix}
-
-    def sample(
-        self, generator: torch.Generator, count: int, fixed: Mapping[str, Tensor] | None = None
-    ) -> TaskBatch:
-        """Inputs, targets, and the position p of each sample's largest ⟨x, u⟩."""
-        fixed = self.fixed() if fixed is None else fixed
-        inputs = torch.randn(count, self.length, self.dim, generator=generator)
-        source = (inputs @ fixed["direction"]).argmax(1)
-        payload = inputs[torch.arange(count), source] @ fixed["mix"].T
-        return TaskBatch(inputs, inputs + payload[:, None], source)
-
-    def sink(self, batch: TaskBatch) -> Int[Tensor, " batch"]:
-        """Position p."""
-        return batch.marks
-
-    def idle(self, batch: TaskBatch) -> Bool[Tensor, "batch token"]:
-        """No query: every token needs the payload."""
-        return torch.zeros(batch.inputs.shape[:2], dtype=torch.bool)
-
-    def model(self, generator: torch.Generator) -> PreNormTransformer:
-        """The untrained model: `num_layers` pre-norm blocks of one head."""
-        return PreNormTransformer(self.dim, self.num_layers, gate=self.gate, generator=generator)

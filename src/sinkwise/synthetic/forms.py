@@ -5,8 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sinkwise.errors import InputError
-from sinkwise.synthetic.broadcast import Broadcast, PreNormBroadcast
-from sinkwise.synthetic.damping import ActiveDamping, CausalDamping, Damping, SweepDamping
+from sinkwise.synthetic.broadcast import Broadcast
+from sinkwise.synthetic.damping import Damping
+from sinkwise.synthetic.paper_tasks import (
+    ActiveDamping,
+    CausalDamping,
+    PreNormBroadcast,
+    SweepDamping,
+)
 from sinkwise.synthetic.task import Task
 
 FORMS: dict[str, dict[str, Task]] = {
@@ -43,8 +49,8 @@ MITIGATIONS = (
     "strong-null-gate",
     "control",
 )
-"""What can be added to a model. `both`: a gate and a register. `strong-null-gate`: a gate beside a
-null token with the norm of the content. `control`: no mitigation, but nothing to damp."""
+"""What can be added to a model. `both`: a gate and a register. `strong-null-gate`: a gate, and
+a null token with the norm of the content. `control`: no mitigation, but nothing to damp."""
 
 IDLE_SHARE = 0.05
 """A layer with less than this share of all layers' squared updates counts as idle."""
@@ -168,10 +174,10 @@ def _expectation(
 def _without_sink(form: str, mitigation: str) -> bool:
     """Whether the NOP queries of the damping task should attend to no token in particular."""
     if form == "no-null":
-        # A register is as easy to attend to as a strong null token: a gate beside it stays open.
+        # A register is as easy to attend to as a strong null token, so the gate stays open.
         return mitigation not in ("register", "both")
     # If the content has no common direction, a sink logit takes the same share from every query;
-    # only the null token can then serve the NOP queries alone.
+    # only the null token then serves the NOP queries and no others.
     return mitigation in ("gate", "headwise-gate", "both", "global-pathway", "control")
 
 

@@ -100,8 +100,8 @@ class AttentionOnly(nn.Module):
 
     `num_registers` learned tokens are prepended to the sequence; the states contain them, the
     output does not. With `local` a token sees only itself and the registers, and registers see all
-    tokens. With `pathway` every layer has a global pathway beside its attention. Initial weights
-    are drawn from $N(0, 0.1^2)$ with `generator`.
+    tokens. With `pathway` every layer has a global pathway parallel to its attention. The initial
+    weights are drawn from $N(0, 0.1^2)$ with `generator`.
 
     Raises InputError if `dim` is not a multiple of `num_heads`, or if a count is too small.
     """

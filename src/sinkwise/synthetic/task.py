@@ -59,8 +59,7 @@ class Task(ABC):
     """Extra term in the softmax's denominator: none, 1 (`off-by-one`) or a learned logit
     (`learnable`)."""
     pathway: bool = False
-    """Whether every layer has a global pathway beside its attention, with its penalty in the
-    loss."""
+    """Whether every layer has a global pathway, with its penalty in the loss."""
     seed: int = 0
     """Seed of the fixed vectors, the initial weights and the training samples."""
 
