@@ -19,7 +19,7 @@ def test_each_exists_or_is_refused():
         try:
             found = experiment(kind, form, mitigation)
         except InputError as error:
-            assert f"mitigation {mitigation!r} does not exist" in str(error)
+            assert f"mitigation={mitigation!r} does not exist" in str(error)
             continue
         fitting += 1
         task, plain = found.task, experiment(kind, form).task
@@ -40,12 +40,12 @@ def test_defaults():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("nap",), "kind must be one of nop, broadcast, registers; got 'nap'"),
+        (("nap",), "kind='nap' must be one of nop, broadcast, registers"),
         (
             ("nop", "slow"),
-            "form must be one of fast, no-null, causal, sweep for the kind 'nop'; got 'slow'",
+            "form='slow' must be one of fast, no-null, causal, sweep for the kind 'nop'",
         ),
-        (("nop", "fast", "gates"), "mitigation must be one of none, gate, .*; got 'gates'"),
+        (("nop", "fast", "gates"), "mitigation='gates' must be one of none, gate"),
     ],
 )
 def test_unknown_names(arguments, words):

@@ -46,10 +46,10 @@ def test_authors_models_follow_their_formulas():
 
 
 def test_authors_forms_have_neither_registers_nor_sink_logits_nor_pathways():
-    with pytest.raises(InputError, match=r"num_registers must be 0 .* got 1"):
+    with pytest.raises(InputError, match="num_registers=1 must be 0"):
         CausalDamping(num_registers=1)
     for changes in ({"softmax": "learnable"}, {"pathway": True}):
-        with pytest.raises(InputError, match=r"softmax=.vanilla. and pathway=False; got"):
+        with pytest.raises(InputError, match=r"must be 'vanilla' and False"):
             CausalDamping(**changes)
 
 
@@ -71,5 +71,5 @@ def test_authors_broadcast_and_its_model_follow_their_formulas():
         assert wide.weight.shape == (28, 7)
         state = state + hidden @ narrow.weight.T + narrow.bias
     torch.testing.assert_close(model(inputs), state)
-    with pytest.raises(InputError, match=r"num_registers must be 0 .* got 1"):
+    with pytest.raises(InputError, match="num_registers=1 must be 0"):
         PreNormBroadcast(num_registers=1)

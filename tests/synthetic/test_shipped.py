@@ -173,5 +173,5 @@ def test_fixed_vectors_in_the_files_are_those_of_the_seed():
 
 
 def test_unknown_name():
-    with pytest.raises(InputError, match=r"name must be one of nop, nop-gate, .*; got .hub."):
+    with pytest.raises(InputError, match=r"name='hub' must be one of nop, nop-gate"):
         unwrap(load_shipped)("hub")  # without the tests' type checker, which would refuse it first

@@ -65,7 +65,7 @@ class Broadcast(Task):
         super().__post_init__()
         if self.modular not in get_args(Modular):
             known = ", ".join(get_args(Modular))
-            raise InputError(f"modular must be one of {known}; got {self.modular!r}")
+            raise InputError(f"modular={self.modular!r} must be one of {known}")
 
     def fixed(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """The orthogonal unit vectors `marker` and `common`, and the matrix `mix`, M above.

@@ -49,11 +49,11 @@ class Damping(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.aligned_share <= 1:
-            raise InputError(f"aligned_share must lie in [0, 1]; got {self.aligned_share}")
+            raise InputError(f"aligned_share={self.aligned_share} must lie in [0, 1]")
         if self.null_norm is not None and self.null_norm <= 0:
-            raise InputError(f"null_norm must be positive or None; got {self.null_norm}")
+            raise InputError(f"null_norm={self.null_norm} must be positive or None")
         if self.common_norm < 0:
-            raise InputError(f"common_norm must be at least 0; got {self.common_norm}")
+            raise InputError(f"common_norm={self.common_norm} must be at least 0")
 
     @property
     def num_unscored(self) -> int:

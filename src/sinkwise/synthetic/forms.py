@@ -98,17 +98,17 @@ class Experiment:
 def experiment(kind: str, form: str | None = None, mitigation: str = "none") -> Experiment:
     """An experiment by name. Raises InputError if there is no such experiment."""
     if kind not in FORMS:
-        raise InputError(f"kind must be one of {', '.join(FORMS)}; got {kind!r}")
+        raise InputError(f"kind={kind!r} must be one of {', '.join(FORMS)}")
     form = next(iter(FORMS[kind])) if form is None else form
     if form not in FORMS[kind]:
         known = ", ".join(FORMS[kind])
-        raise InputError(f"form must be one of {known} for the kind {kind!r}; got {form!r}")
+        raise InputError(f"form={form!r} must be one of {known} for the kind {kind!r}")
     if mitigation not in MITIGATIONS:
-        raise InputError(f"mitigation must be one of {', '.join(MITIGATIONS)}; got {mitigation!r}")
+        raise InputError(f"mitigation={mitigation!r} must be one of {', '.join(MITIGATIONS)}")
     task = _mitigated(kind, FORMS[kind][form], mitigation)
     if task is None:
         raise InputError(
-            f"mitigation {mitigation!r} does not exist for the form {form!r} of {kind!r}"
+            f"mitigation={mitigation!r} does not exist for the form {form!r} of {kind!r}"
         )
     expected, right = _expectation(kind, form, mitigation)
     return Experiment(

@@ -38,10 +38,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         if num_heads < 1 or dim % num_heads:
-            raise InputError(
-                f"dim must be a multiple of num_heads, and num_heads at least 1; got dim={dim} and "
-                f"num_heads={num_heads}"
-            )
+            raise InputError(f"dim={dim} must be a multiple of num_heads={num_heads}, at least 1")
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
@@ -121,9 +118,9 @@ class AttentionOnly(nn.Module):
     ) -> None:
         super().__init__()
         if num_layers < 1:
-            raise InputError(f"num_layers must be at least 1; got {num_layers}")
+            raise InputError(f"num_layers={num_layers} must be at least 1")
         if num_registers < 0:
-            raise InputError(f"num_registers must be at least 0; got {num_registers}")
+            raise InputError(f"num_registers={num_registers} must be at least 0")
         self.local = local
         self.layers = nn.ModuleList(
             AttentionLayer(

@@ -176,9 +176,9 @@ class PreNormBroadcast(Task):
 def _check_options(task: Task) -> None:
     """Raises InputError for options that the authors' forms do not have."""
     if task.num_registers:
-        raise InputError(f"num_registers must be 0 in the authors' forms; got {task.num_registers}")
+        raise InputError(f"num_registers={task.num_registers} must be 0 in the authors' forms")
     if task.softmax != "vanilla" or task.pathway:
         raise InputError(
-            f"the authors' forms need softmax='vanilla' and pathway=False; got "
-            f"softmax={task.softmax!r} and pathway={task.pathway}"
+            f"softmax={task.softmax!r} and pathway={task.pathway} must be 'vanilla' and False in "
+            "the authors' forms"
         )

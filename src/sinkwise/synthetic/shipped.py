@@ -68,7 +68,7 @@ def load_shipped(name: str) -> tuple[AttentionOnly, Task, TaskBatch]:
     Raises InputError for any other name.
     """
     if name not in TASKS:
-        raise InputError(f"name must be one of {', '.join(TASKS)}; got {name!r}")
+        raise InputError(f"name={name!r} must be one of {', '.join(TASKS)}")
     with as_file(files("sinkwise.synthetic") / "weights" / f"{name}.safetensors") as path:
         model, task, fixed = load_file(path)
     changes: dict[str, Any] = {"length": DEMO_LENGTH}

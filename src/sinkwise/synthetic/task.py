@@ -65,14 +65,9 @@ class Task(ABC):
 
     def __post_init__(self) -> None:
         if self.dim < 3 or self.length < 1:
-            raise InputError(
-                f"dim must be at least 3 and length at least 1; got dim={self.dim} and "
-                f"length={self.length}"
-            )
+            raise InputError(f"dim={self.dim} and length={self.length} must be at least 3 and 1")
         if self.steps < 1 or self.batch < 1:
-            raise InputError(
-                f"steps and batch must be at least 1; got steps={self.steps} and batch={self.batch}"
-            )
+            raise InputError(f"steps={self.steps} and batch={self.batch} must be at least 1")
 
     @property
     def num_unscored(self) -> int:
