@@ -212,7 +212,7 @@ def test_synthetic_logit(tmp_path: Path) -> None:
     [
         (["nop", "--form", "slow"], "--form 'slow' must be one of fast, no-null, causal, sweep"),
         (["nop", "--mitigation", "prayer"], "--mitigation 'prayer' must be one of none, gate"),
-        (["registers", "--mitigation", "register"], "does not fit"),
+        (["registers", "--mitigation", "register"], "--mitigation 'register' does not exist for"),
         (["cross", "--seeds", "0"], "--seeds must be at least 1; got 0"),
         (["logit", "--out", "file"], "--out must name a folder that can be made; got 'file'"),
         (["nop", "--out", "file"], "--out must name a folder that can be made; got 'file'"),
