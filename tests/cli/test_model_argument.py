@@ -1,9 +1,6 @@
 """Every command that takes MODEL takes what `sinkwise.load` takes, mitigated folders included."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sinkwise as sw
+from tests.command import sinkwise
 from tests.tokenizers import word_tokenizer
 
 WORDS = ["the", "sink", "draws", "attention", "from", "every", "query", "that", "says"]
@@ -20,15 +18,6 @@ COMMANDS = {
     "mitigate": ("--sink-logits", "learnable"),
     "stream": STREAM,
 }
-
-
-def sinkwise(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "sinkwise", *map(str, arguments)],
-        capture_output=True, text=True, cwd=cwd, timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

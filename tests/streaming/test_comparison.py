@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from sinkwise.streaming.comparison.compare import (
 )
 from sinkwise.streaming.comparison.timing import step_times
 
+from ..command import sinkwise
 from ..tokenizers import word_tokenizer
 from .families import build, expected, texts
 
@@ -210,15 +208,6 @@ def test_courses_are_kept_and_only_for_the_same_facts(
         resuming.text_tokens(build("llama"), tmp_path / "book.txt", 9)
 
 
-def command(*given: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run `sinkwise stream` as a user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "sinkwise", "stream", *map(str, given)],
-        capture_output=True, text=True, cwd=cwd, timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
 def test_the_command(tmp_path: Path) -> None:
     words = ["the", "sink", "draws", "attention", "from", "every", "query", "that", "says"]
     tokenizer: Any = word_tokenizer(words)
@@ -231,20 +220,20 @@ def test_the_command(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "book.txt").write_text(" ".join(words * 20), encoding="utf-8")
     options = ["--text", "book.txt", "--cache-length", 16, "--tokens", 90, "--recompute-every", 9]
-    done = command("model", *options, "--num-sink-tokens", "0,1,4", cwd=tmp_path)
+    done = sinkwise("stream", "model", *options, "--num-sink-tokens", "0,1,4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for name in ("dense", "0 + 16", "recompute", "1 + 15", "4 + 12"):
         assert name in done.stdout
     assert (tmp_path / "stream" / "perplexity.png").read_bytes()[:4] == b"\x89PNG"
     kept = tmp_path / "stream" / "4+12.json"
     before = kept.stat().st_mtime_ns
-    again = command("model", *options, "--num-sink-tokens", 4, "--json", cwd=tmp_path)
+    again = sinkwise("stream", "model", *options, "--num-sink-tokens", 4, "--json", cwd=tmp_path)
     rows = json.loads(again.stdout)["rows"]
     assert [row["cache"] for row in rows] == ["dense", "0 + 16", "recompute", "4 + 12"]
     assert kept.stat().st_mtime_ns == before  # not done twice
-    anew = command("model", *options, "--restart-every", 40, cwd=tmp_path)
+    anew = sinkwise("stream", "model", *options, "--restart-every", 40, cwd=tmp_path)
     assert "4 + 12, restarted" in anew.stdout and "restarted every 40 tokens" in anew.stdout
-    anew = command("model", *options, "--restart-every", 40, "--json", cwd=tmp_path)
+    anew = sinkwise("stream", "model", *options, "--restart-every", 40, "--json", cwd=tmp_path)
     assert json.loads(anew.stdout)["over_restarted"]["tokens"] == 10  # 32 to 39, 72, 73
     for wrong, match in (
         (["--restart-every", "32"], "sinkwise: --restart-every 32 must be 0, or more than"),
@@ -254,6 +243,6 @@ def test_the_command(tmp_path: Path) -> None:
         (["--recompute-every", "0"], "at least 1"),
         (["--tokens", "20"], "the text has 20 tokens; it must have more than 32"),
     ):
-        failed = command("model", *options, *wrong, cwd=tmp_path)
+        failed = sinkwise("stream", "model", *options, *wrong, cwd=tmp_path)
         assert failed.returncode == 2 and match in failed.stderr, failed.stderr
     assert not (tmp_path / "none").exists()  # said before any work
