@@ -290,7 +290,7 @@ def test_a_failure_ends_all(tmp_path, broken):
     done = sinkwise(*options, cwd=tmp_path)
     assert done.returncode == 2 and time.monotonic() - start < 45
     told = [line for line in done.stderr.splitlines() if "sinkwise: " in line]
-    assert len(told) == 1 and f"picture 'more/{broken}.png' cannot be read" in told[0]
+    assert len(told) == 1 and f"image 'more/{broken}.png' cannot be read" in told[0]
     assert "Traceback" not in done.stderr and not (tmp_path / "scan").exists()
     assert children(tmp_path) == []
     assert not list(tmp_path.glob(".scan-parts/failed*"))

@@ -31,8 +31,8 @@ def only(folder, preprocessing=PLAIN, **options):
 @pytest.mark.parametrize(("width", "height"), [(53, 37), (37, 53), (41, 41), (19, 23), (110, 37)])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 def test_pixels_are_torchvisions(tmp_path, width, height, interpolation):
-    picture = noise(width, height)
-    picture.save(tmp_path / "a.png")
+    image = noise(width, height)
+    image.save(tmp_path / "a.png")
     reference = transforms.Compose(
         [
             transforms.Resize(31, transforms.InterpolationMode(interpolation)),
@@ -44,14 +44,14 @@ def test_pixels_are_torchvisions(tmp_path, width, height, interpolation):
     wanted = SimpleNamespace(**vars(IMAGENET) | {"interpolation": interpolation})
     batch = only(tmp_path, wanted)
     assert batch.dtype == torch.float32
-    torch.testing.assert_close(batch[0], reference(picture), atol=1e-6, rtol=0)
+    torch.testing.assert_close(batch[0], reference(image), atol=1e-6, rtol=0)
 
 
 def test_batches_keep_the_order_of_names_and_the_number_asked_for(tmp_path):
     (tmp_path / "b").mkdir()
     for value, name in enumerate(["a.PNG", "b/c.jpeg", "b/d.Bmp", "e.gif", "f.tiff", "g.webp"]):
         Image.new("RGB", (13, 11), (40 * value,) * 3).save(tmp_path / name)
-    (tmp_path / "notes.txt").write_text("no picture")
+    (tmp_path / "notes.txt").write_text("no image")
     (tmp_path / "._a.jpg").write_bytes(b"not one either")
     inputs = images(tmp_path, samples=5, batch_size=2)
     batches = list(inputs.batches(PLAIN))
@@ -67,8 +67,8 @@ def test_a_size_given_here_wins(tmp_path):
 
 
 def save_palette(path):
-    picture = noise(41, 41).quantize(16)
-    picture.save(path, transparency=bytes([0] + [255] * 15))
+    image = noise(41, 41).quantize(16)
+    image.save(path, transparency=bytes([0] + [255] * 15))
 
 
 KINDS = {
@@ -139,18 +139,18 @@ def test_a_long_strip_stays_small(tmp_path, monkeypatch):
     assert max(sizes[0]) <= 4 * 31
 
 
-def test_folders_without_pictures_are_named(tmp_path):
+def test_folders_without_images_are_named(tmp_path):
     with pytest.raises(InputError, match="nowhere' does not exist"):
         images(tmp_path / "nowhere")
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(InputError, match="is a file"):
         images(tmp_path / "a.txt")
-    with pytest.raises(InputError, match=r"holds no picture .*\.png"):
+    with pytest.raises(InputError, match=r"contains no image .*\.png"):
         images(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [b"no picture at all", None], ids=["other", "truncated"])
-def test_a_damaged_picture_is_named(tmp_path, damage):
+@pytest.mark.parametrize("damage", [b"no image at all", None], ids=["other", "truncated"])
+def test_a_damaged_image_is_named(tmp_path, damage):
     file = tmp_path / "bad.png"
     noise(53, 37).save(file)
     file.write_bytes(damage or file.read_bytes()[:900])
@@ -166,7 +166,7 @@ def test_options_out_of_range_are_named(tmp_path, option):
 
 def test_an_unknown_interpolation_is_named(tmp_path):
     noise(53, 37).save(tmp_path / "a.png")
-    with pytest.raises(InputError, match="interpolation='area' is none of"):
+    with pytest.raises(InputError, match="interpolation='area' is unknown; give one of"):
         only(tmp_path, SimpleNamespace(**vars(PLAIN) | {"interpolation": "area"}))
 
 

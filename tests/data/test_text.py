@@ -224,5 +224,5 @@ def test_a_length_without_room_is_an_error(tmp_path):
 def test_a_text_shorter_than_one_sample_says_how_long_it_is(tmp_path, content, count):
     file = tmp_path / "text.txt"
     file.write_text(content)
-    with pytest.raises(InputError, match=f"has {count} tokens, fewer than the 6 "):
+    with pytest.raises(InputError, match=f"has {count} tokens, and one sample needs 6; "):
         next(text(file, length=8).batches(words()))

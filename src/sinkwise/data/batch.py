@@ -1,13 +1,14 @@
-"""A batch that is not read before it is wanted, and what tells batches apart."""
+"""Batches that are loaded on demand, and checksums that tell them apart."""
 
-import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from sinkwise.storage.checksums import checksum
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -15,40 +16,38 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class LazyBatch:
-    """One batch of a feed."""
+    """A batch of the input data that is loaded on demand."""
 
     load: Callable[[], Any]
-    """The batch."""
+    """Load the batch."""
     first: Callable[[], Any]
-    """A batch that begins with the same sample, and need not hold the others."""
+    """Load a batch with the same first sample; it need not contain the others."""
     key: Callable[[], str] | None = None
-    """A checksum of what is in it; None where the feed's own description tells batches apart."""
+    """Checksum of the content; None where the description of the inputs identifies each batch."""
 
 
 def batch_checksum(batch: Any) -> str:
-    """Checksum of all tensors in a batch, and of their places."""
-    found = hashlib.blake2b(digest_size=16)
+    """Checksum of everything in a batch: tensors by their bits, and the place of each."""
+    return checksum(_pieces(batch, ""))
 
-    def add(value: Any, path: str) -> None:
-        bits = tensor_bits(value) if isinstance(value, Tensor) else None
-        if bits is not None:
-            found.update(f"{path} {tuple(value.shape)} {value.dtype}".encode())
-            found.update(bits.cpu().numpy().tobytes())
-        elif isinstance(value, Mapping):
-            for key in value:
-                add(value[key], f"{path}/{key}")
-        elif isinstance(value, tuple | list):
-            for number, item in enumerate(value):
-                add(item, f"{path}/{number}")
-        else:
-            found.update(without_addresses(f"{path} {value!r}").encode())
 
-    add(batch, "")
-    return found.hexdigest()
+def _pieces(value: Any, path: str) -> Iterator[bytes | str]:
+    bits = tensor_bits(value) if isinstance(value, Tensor) else None
+    if bits is not None:
+        yield f"{path} {tuple(value.shape)} {value.dtype}"
+        yield bits.cpu().numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from _pieces(value[key], f"{path}/{key}")
+    elif isinstance(value, tuple | list):
+        for number, item in enumerate(value):
+            yield from _pieces(item, f"{path}/{number}")
+    else:
+        yield without_addresses(f"{path} {value!r}")
 
 
 def tensor_bits(value: Tensor) -> Tensor | None:
-    """The tensor's bits as a row of integers; None where it has no memory of its own."""
+    """The bits of a tensor as a vector of integers; None where it has no plain memory."""
     if value.layout != torch.strided or value.is_meta or value.is_nested:
         return None
     value = value.detach()
@@ -57,5 +56,5 @@ def tensor_bits(value: Tensor) -> Tensor | None:
 
 
 def without_addresses(text: str) -> str:
-    """Text without the addresses of objects, which differ from process to process."""
+    """`text` without memory addresses of objects, which differ between processes."""
     return _ADDRESS.sub("", text)

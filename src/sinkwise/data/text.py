@@ -1,6 +1,5 @@
 """Text files as windows of tokens."""
 
-import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,48 +14,49 @@ from torch import Tensor
 
 from sinkwise.data.batch import LazyBatch
 from sinkwise.errors import InputError
+from sinkwise.storage.checksums import checksum
 
 PIECE_CHARACTERS = 1 << 16
-"""How much of a file is tokenized at once, so that a huge one is not read for a few samples."""
+"""Characters tokenized at once, so that a few samples of a huge file do not need all of it."""
 
-# Between two words no pre-tokenizer joins what stands left and right of the space. Elsewhere
-# some do: Llama 3's takes the newlines after a full stop into the same token.
+# No pre-tokenizer joins two words across a space. Elsewhere some do: Llama 3's puts newlines into
+# the same token as the full stop before them.
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
 _BEFORE_SPACE = re.compile(r"(?<=\S)(?=\s)")
 
 
 @dataclass(frozen=True)
 class TextInputs:
-    """Consecutive windows of one text, none overlapping; nothing is read before `batches`."""
+    """Consecutive windows of one text, without overlap; the file is read when batches are made."""
 
     path: Path
     """A UTF-8 text file."""
     length: int
-    """Tokens of a window, the tokenizer's special tokens included."""
+    """Tokens per window, the tokenizer's special tokens included."""
     samples: int
-    """Windows at the most; a shorter text gives fewer."""
+    """Number of windows, at most; a short text gives fewer."""
     batch_size: int
-    """Windows of a batch; the last batch may be smaller."""
+    """Windows per batch; the last batch may be smaller."""
 
     def batches(self, tokenizer: Any) -> Iterator[dict[str, Int[Tensor, "batch key"]]]:
         """Batches of `input_ids` and an `attention_mask` of ones, both int64.
 
-        Each window stands between the special tokens that `tokenizer` itself puts around a text.
+        Each window is enclosed in the special tokens that `tokenizer` itself adds to a text.
 
         Raises InputError for a file that is not UTF-8 text, for a text shorter than one window,
-        and for a `length` that leaves no room between the special tokens.
+        and for a `length` that leaves no room beside the special tokens.
         """
         for batch in self.lazy_batches(tokenizer):
             yield batch.load()
 
     def lazy_batches(self, tokenizer: Any) -> Iterator[LazyBatch]:
-        """The same batches; tensors are made when a batch is loaded, the text is read anyway."""
-        prefix, suffix = _around(tokenizer)
+        """The same batches; the text is tokenized at once, tensors are made on loading."""
+        prefix, suffix = _special_tokens(tokenizer)
         room = self.length - len(prefix) - len(suffix)
         if room < 1:
             raise InputError(
                 f"length={self.length} leaves no room for text beside the tokenizer's "
-                f"{len(prefix) + len(suffix)} special tokens"
+                f"{len(prefix) + len(suffix)} special tokens; give a greater length"
             )
         windows = islice(_windows(self.path, tokenizer, room), self.samples)
 
@@ -68,11 +68,11 @@ class TextInputs:
             yield LazyBatch(
                 load=partial(load, rows),
                 first=partial(load, rows[:1]),
-                key=partial(_key, (prefix, suffix, rows)),
+                key=partial(checksum, repr((prefix, suffix, rows))),
             )
 
     def facts(self) -> dict[str, Any]:
-        """What decides which tokens the model gets, beside its tokenizer."""
+        """What determines the tokens that the model gets, apart from its tokenizer."""
         try:
             state = self.path.stat()
         except OSError as error:
@@ -92,17 +92,17 @@ def text(
 ) -> TextInputs:
     """Up to `samples` windows of `length` tokens from the start of a UTF-8 text file.
 
-    Raises InputError for a path that is no readable text file, a length below 2, and samples or
-    a batch size below 1.
+    Raises InputError for a path that is no readable text file, for a length below 2, and for a
+    number of samples or a batch size below 1.
     """
     if length < 2:
-        raise InputError(f"length={length} is too short: a window has at least 2 tokens")
+        raise InputError(f"length={length} must be at least 2 tokens")
     for name, value in (("samples", samples), ("batch_size", batch_size)):
         if value < 1:
-            raise InputError(f"{name}={value} is too small: it is at least 1")
+            raise InputError(f"{name}={value} must be at least 1")
     file = Path(path)
     if file.is_dir():
-        raise InputError(f"text {str(path)!r} is a folder: a text file is right")
+        raise InputError(f"text {str(path)!r} is a folder; give a text file")
     try:
         with open(file, "rb") as opened:
             head = opened.read(4096)
@@ -111,13 +111,8 @@ def text(
     except (OSError, ValueError) as error:
         raise InputError(f"text {str(path)!r} cannot be read: {error}") from error
     if b"\0" in head:
-        raise InputError(f"text {str(path)!r} is a binary file: UTF-8 text is right")
+        raise InputError(f"text {str(path)!r} is a binary file; give UTF-8 text")
     return TextInputs(file, length, samples, batch_size)
-
-
-def _key(tokens: Any) -> str:
-    """Checksum of a batch's tokens."""
-    return hashlib.blake2b(repr(tokens).encode(), digest_size=16).hexdigest()
 
 
 def _batched(windows: Iterator[list[int]], size: int) -> Iterator[list[list[int]]]:
@@ -137,19 +132,19 @@ def _windows(path: Path, tokenizer: Any, room: int) -> Iterator[list[int]]:
         del waiting[: whole * room]
     if not found:
         raise InputError(
-            f"text {str(path)!r} has {len(waiting)} tokens, fewer than the {room} that one sample "
-            "takes: lower the length or give a longer text"
+            f"text {str(path)!r} has {len(waiting)} tokens, and one sample needs {room}; give a "
+            "longer text or a smaller length"
         )
 
 
 def _pieces(path: Path, *, drop_space: bool) -> Iterator[str]:
-    """The text in pieces that end between two words, as near to `PIECE_CHARACTERS` as may be."""
+    """The text in pieces of about `PIECE_CHARACTERS` that end between two words."""
     rest = ""
     try:
         with open(path, encoding="utf-8-sig") as file:
             while read := file.read(PIECE_CHARACTERS):
                 if "\0" in read:
-                    raise InputError(f"text {str(path)!r} is a binary file: UTF-8 text is right")
+                    raise InputError(f"text {str(path)!r} is a binary file; give UTF-8 text")
                 rest += read
                 if len(read) < PIECE_CHARACTERS:  # the file ends here
                     break
@@ -165,16 +160,16 @@ def _pieces(path: Path, *, drop_space: bool) -> Iterator[str]:
 
 
 def _cut(piece: str) -> int:
-    """Where to end `piece`: at its last place between words, else before white space, else never.
+    """Where to end `piece`: between its last two words, else before its last white space.
 
-    Text without any white space is cut where it ends, possibly inside a word.
+    Text without any white space ends where it is, possibly inside a word.
     """
     for pattern in (_BETWEEN_WORDS, _BEFORE_SPACE):
-        # The last place lies near the end in nearly every text: look there first.
+        # In nearly every text it lies near the end: search there first.
         for start in (max(0, len(piece) - 1024), 0):
-            places = [match.start() for match in pattern.finditer(piece, start)]
-            if places:
-                return places[-1]
+            cuts = [match.start() for match in pattern.finditer(piece, start)]
+            if cuts:
+                return cuts[-1]
     return len(piece)
 
 
@@ -183,16 +178,16 @@ def _ids(tokenizer: Any, piece: str, *, special: bool = False) -> list[int]:
 
 
 def _drops_space(tokenizer: Any) -> bool:
-    """True for tokenizers that put a space of their own before any text (SentencePiece)."""
+    """True for tokenizers that prepend a space to any text (SentencePiece)."""
     whole = _ids(tokenizer, "word word")
     word = _ids(tokenizer, "word")
     return whole != word + _ids(tokenizer, " word") and whole == word + word
 
 
-def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer puts before and after a text."""
+def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer adds before and after a text."""
     bare, full = _ids(tokenizer, "word"), _ids(tokenizer, "word", special=True)
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return full[:start], full[start + len(bare) :]
-    raise InputError("the tokenizer changes a text between its special tokens: it cannot be used")
+    raise InputError("the tokenizer changes a text when it adds special tokens: it cannot be used")

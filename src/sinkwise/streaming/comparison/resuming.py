@@ -1,6 +1,5 @@
 """Finished runs on disk, so that an interrupted comparison resumes."""
 
-import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ from torch import nn
 
 from sinkwise.errors import InputError
 from sinkwise.hosts.loading.source import source_of
+from sinkwise.storage.checksums import checksum
 from sinkwise.storage.files import write_bytes
 from sinkwise.streaming.comparison.compare import Method, MethodRun
 
@@ -30,8 +30,8 @@ def text_tokens(model: nn.Module, path: Path, count: int) -> list[int]:
 
 def facts(name: str, tokens: list[int], every: int) -> dict[str, Any]:
     """Everything except the method that determines a run."""
-    checksum = hashlib.blake2b(repr(tokens).encode(), digest_size=8).hexdigest()
-    return {"model": name, "tokens": len(tokens), "checksum": checksum, "recompute_every": every}
+    text = checksum(repr(tokens))
+    return {"model": name, "tokens": len(tokens), "checksum": text, "recompute_every": every}
 
 
 def save(one: MethodRun, of: dict[str, Any], folder: Path) -> None:
