@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from jaxtyping import TypeCheckError
 
-from sinkwise.attention.received import received_mass, seen
+from sinkwise.attention.received import received_mass, visibility_counts
 from sinkwise.core.records import OPEN, AttentionMask
 from sinkwise.errors import InputError
 from tests.oracles.arrays import array
@@ -34,7 +34,7 @@ def run(case: Case, method: str = "auto", **options):
 
 def count(case: Case):
     batch, _, query, key = case.sizes
-    return seen(case.mask, (batch, query, key), case.counted, case.q.device)
+    return visibility_counts(case.mask, (batch, query, key), case.counted, case.q.device)
 
 
 def queries(case: Case) -> int:
@@ -65,7 +65,7 @@ def test_any_combination_transposed(case):
 
 @settings(max_examples=30, deadline=None)
 @given(case=cases())
-def test_seen_and_uniform_of_any_mask(case):
+def test_visibility_counts_of_any_mask(case):
     result = count(case)
     batch, head, _, key = case.sizes
     close(result.count.double().expand(batch, head, key), case.received.seen, 0)
@@ -252,7 +252,7 @@ def test_hard_sink_receives_everything(method):
 
 def test_key_that_nobody_sees_has_no_mean():
     mask = AttentionMask(causal=True)
-    result = seen(mask, (1, 5, 7), None, CPU)
+    result = visibility_counts(mask, (1, 5, 7), None, CPU)
     assert result.count[0, 0].tolist() == [5, 4, 3, 2, 1, 0, 0]
     assert torch.isnan(result.uniform[0, 0, 5:]).all()
     assert not torch.isnan(result.uniform[0, 0, :5]).any()
@@ -261,7 +261,7 @@ def test_key_that_nobody_sees_has_no_mean():
 def test_uniform_counts_all_visible_keys():
     """The padded query is left out of the mean; the keys that the others see all count."""
     counted = torch.tensor([[True, True, False]])
-    result = seen(OPEN, (1, 3, 4), counted, CPU)
+    result = visibility_counts(OPEN, (1, 3, 4), counted, CPU)
     assert result.count[0, 0].tolist() == [2, 2, 2, 2]
     close(result.uniform[0, 0].double(), np.full(4, 0.25), 1e-7)
 
@@ -308,7 +308,7 @@ def test_a_wrong_mass_would_show(mistake, method):
     differs(mass, wrong_mass(case, mistake), by=0.01)
 
 
-def wrong_seen(case: Case, mistake: str):
+def wrong_counts(case: Case, mistake: str):
     """(count, uniform) with one mistake."""
     right = case.received
     sees = case.visible
@@ -343,7 +343,7 @@ def test_a_wrong_count_would_show(mistake):
     result = count(case)
     close(result.count.double(), case.received.seen, 0)
     close(result.uniform.double(), case.received.uniform, 1e-6)
-    counts, uniform = wrong_seen(case, mistake)
+    counts, uniform = wrong_counts(case, mistake)
     if counts is not None:
         differs(result.count.double(), counts, by=0.5)
     if uniform is not None:

@@ -8,7 +8,7 @@ import torch
 
 import sinkwise as sw
 from sinkwise.attention.reference import attention
-from sinkwise.attention.screen import Sample, Screen, screen
+from sinkwise.attention.screen import QuerySample, Screen, screen
 from sinkwise.core.records import AttentionMask
 from tests.oracles.received import received as oracle_received
 from tests.planted import Planted, PlantedAttention, kinds, tokens
@@ -63,7 +63,7 @@ def test_the_estimate_is_unbiased(causal: bool) -> None:
     for draw in range(400):
         sample = plan.sample(67, causal, draw)
         found = screen(q, k, whole.lse, sample, scale=0.7, miss=1e-6)
-        total += found.mass / torch.stack([v[0] for v in sample.all_viewers(67)]).sum(dim=0)
+        total += found.mass / sample.all_visibility_counts(67)[0].sum(dim=0)
     readable = torch.ones(67, dtype=torch.bool)
     if causal:  # near the end of a stratum there may be nothing to read
         readable[57:] = True
@@ -82,13 +82,13 @@ def test_strata_cover_the_sequence_once() -> None:
         assert all(set(r.tolist()) <= set(p) for r, p in zip(rows, parts, strict=True))
 
 
-def test_viewers_are_counted_right() -> None:
-    sample = Screen(stratum_rows=3).sample(41, causal=True, draw=5)
+def test_queries_that_see_a_key_are_counted_right() -> None:
+    sample = Screen(stratum_rows=3).sample(41, causal=True, call_seed=5)
     for stratum, part in enumerate(sample.strata):
-        seen, read = sample.viewers(stratum, 41)
+        visible, sampled = sample.visibility_counts(stratum, 41)
         rows = sample.rows[stratum].tolist()
-        assert seen.tolist() == [sum(i >= j for i in part) for j in range(41)]
-        assert read.tolist() == [sum(i >= j for i in rows) for j in range(41)]
+        assert visible.tolist() == [sum(i >= j for i in part) for j in range(41)]
+        assert sampled.tolist() == [sum(i >= j for i in rows) for j in range(41)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -122,7 +122,7 @@ def test_the_margin_at_the_default_sample() -> None:
     """README's promise: a sink that takes 0.3 is missed with probability below 1e-6."""
     for length, causal in ((4096, True), (1370, False), (65536, True)):
         sample = Screen().sample(length, causal)
-        assert isinstance(sample, Sample)
+        assert isinstance(sample, QuerySample)
         q = torch.zeros(1, 1, length, 2)
         lse = torch.log(torch.arange(1, length + 1.0) if causal else torch.full((length,), length))
         if length > 5000:

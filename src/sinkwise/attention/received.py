@@ -1,4 +1,4 @@
-"""Received attention: how much of everybody's attention each key gets, without the N x N map."""
+"""Received attention: how much attention each key gets from the queries, without the N x N map."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -23,13 +23,13 @@ class Received(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class VisibilityCounts:
     """How many queries can see each key, and what uniform attention would give it."""
 
-    count: Float[Tensor, "batch seen_head key"]
-    """Counted queries that can see the key (one row for all heads, unless the mask is per head)."""
-    uniform: Float[Tensor, "batch seen_head key"]
-    """Mean over those queries of 1 / (keys visible to the query); NaN for a key nobody sees."""
+    count: Float[Tensor, "batch mask_head key"]
+    """Counted queries that can see the key; `mask_head` is 1 unless the mask differs per head."""
+    uniform: Float[Tensor, "batch mask_head key"]
+    """Mean over those queries of 1 / (keys visible to the query); NaN for a key that none sees."""
 
 
 def row_lse(
@@ -41,7 +41,7 @@ def row_lse(
     softcap: float | None = None,
     sink_logit: Float[Tensor, "#batch #head #query"] | None = None,
 ) -> Float[Tensor, "batch head query"]:
-    """log(sum_j exp(score_ij) + exp(sink_logit)); -inf for a query that sees nothing."""
+    """log(sum_j exp(score_ij) + exp(sink_logit)); -inf for a query that sees no key."""
     batch, heads, queries, _ = q.shape
     kv_heads = k.shape[1]
     shape = (batch * kv_heads, heads // kv_heads, queries)
@@ -68,25 +68,29 @@ def received_mass(
 ) -> Received:
     """mass_j = sum over counted queries i of A_ij = exp(score_ij - lse_i), in O(N) memory.
 
-    `tiles` recomputes the scores a cache-sized tile at a time; `flash` runs the attention kernel on
-    the transposed problem, which suits a GPU and serves no softcap. `auto` chooses by the device.
-    Where the kernel that ran kept its `lse`, passing it (sink logit included) saves one pass.
-    Statistics are float32, or float64 for float64 inputs. Raises InputError for flash with softcap.
+    counted: queries whose attention counts, those that are no padding; None: all.
+    lse: the log-sum-exp that the attention kernel kept (sink logit included); it saves one pass.
+    method: `tiles` recomputes the scores in tiles that fit the cache; `flash` runs the attention
+    kernel on the transposed problem, which suits a GPU and does not support a softcap; `auto`
+    chooses by device.
+
+    Statistics are float32, or float64 for float64 inputs. Raises InputError for an unknown method
+    and for `flash` with a softcap.
     """
     if method not in ("auto", "tiles", "flash"):
-        raise InputError(f"method={method!r}; it is 'auto', 'tiles' or 'flash'")
+        raise InputError(f"method={method!r} must be 'auto', 'tiles' or 'flash'")
     if method == "auto":
         method = "flash" if q.device.type == "cuda" and softcap is None else "tiles"
     if lse is None:
         lse = row_lse(q, k, scale=scale, mask=mask, softcap=softcap, sink_logit=sink_logit)
-    # exp(score - inf) = 0 leaves out queries that see nothing, and those that do not count.
+    # exp(score - inf) = 0 excludes queries that see no key and those that are not counted.
     shift = lse.to(statistics_dtype(q)).masked_fill(lse == -torch.inf, torch.inf)
     if counted is not None:
         shift = shift.masked_fill(~counted[:, None, :], torch.inf)
         q = q.masked_fill(~counted[:, None, :, None], 0.0)  # padding may hold NaN
     if method == "flash":
         if softcap is not None:
-            raise InputError("method='flash' cannot serve a softcap; use method='tiles'")
+            raise InputError("method='flash' does not support a softcap; use method='tiles'")
         return Received(transposed_mass(q, k, shift, scale=scale, mask=mask), lse)
     batch, heads = q.shape[:2]
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -96,22 +100,22 @@ def received_mass(
     return Received(mass.reshape(batch, heads, keys), lse)
 
 
-def seen(
+def visibility_counts(
     mask: AttentionMask,
     shape: tuple[int, int, int],
     counted: Bool[Tensor, "batch query"] | None = None,
     device: torch.device | str = "cpu",
-) -> Seen:
-    """Who can see each key, from the mask alone; `shape` is (batch, query, key).
+) -> VisibilityCounts:
+    """Visibility counts of each key, from the mask alone; `shape` is (batch, query, key).
 
-    Read `received - uniform` where the mask favours some keys: causal attention that knows nothing
-    still gives key 0 the mean of 1/(i+1).
+    Compare received attention with `uniform` where the mask favours some keys: uniform causal
+    attention gives key 0 the mean of 1/(i+1).
     """
     batch, queries, keys = shape
     device = torch.device(device)
     heads = max([1, *[t.shape[1] for t in (mask.allowed, mask.additive) if t is not None]])
     count = torch.zeros(batch, heads, keys, dtype=torch.float64, device=device)
-    share = torch.zeros_like(count)
+    shares = torch.zeros_like(count)
     weight = torch.ones(batch, queries, dtype=torch.float64, device=device)
     if counted is not None:
         weight = counted.to(device, torch.float64)
@@ -120,8 +124,8 @@ def seen(
         rows = range(start, min(start + step, queries))
         visible = visible_tile(mask, rows, range(keys), device).to(torch.float64)
         visible = visible.expand(-1, -1, len(rows), keys)
-        each = weight[:, None, None, rows.start : rows.stop]
-        keys_of_row = visible.sum(dim=-1).clamp_min(1)[..., None, :]
-        count += torch.matmul(each, visible)[..., 0, :]
-        share += torch.matmul(each / keys_of_row, visible)[..., 0, :]
-    return Seen(count, share / count)
+        row_weight = weight[:, None, None, rows.start : rows.stop]
+        visible_keys = visible.sum(dim=-1).clamp_min(1)[..., None, :]
+        count += torch.matmul(row_weight, visible)[..., 0, :]
+        shares += torch.matmul(row_weight / visible_keys, visible)[..., 0, :]
+    return VisibilityCounts(count, shares / count)

@@ -1,4 +1,4 @@
-"""Screening: which keys can be sinks at all, from a sample of the queries."""
+"""Screening: which keys can be sinks at all, estimated from a sample of the queries."""
 
 import math
 from dataclasses import dataclass
@@ -14,85 +14,88 @@ from sinkwise.core.records import OPEN, AttentionMask
 
 @dataclass(frozen=True)
 class Screen:
-    """How many queries are read, and how surely no sink is missed."""
+    """How many queries are sampled, and the probability of missing a sink."""
 
     rows: int = 192
-    """Queries read of attention that looks both ways."""
+    """Queries sampled in bidirectional attention."""
     stratum_rows: int = 64
-    """Queries read of each stratum of causal attention; of the last one, twice as many."""
+    """Queries sampled per stratum of causal attention; twice as many in the last stratum."""
     miss: float = 1e-6
-    """Probability, at most, that a given sink is missed (Hoeffding's inequality)."""
+    """Upper bound on the probability that a given sink is missed (Hoeffding's inequality)."""
     seed: int = 0
-    """Seed of the sample; each call of a model draws its own."""
+    """Seed of the sample; each attention call draws its own."""
 
     def strata(self, queries: int, causal: bool) -> list[range]:
-        """Both ways: one stratum. Causal: the end of the sequence, then parts of doubling length
-        towards its start, as the later a key is, the fewer queries see it.
+        """Bidirectional: one stratum. Causal: the end of the sequence, then strata of doubling
+        length towards its start, because the later a key is, the fewer queries see it.
         """
         if not causal:
             return [range(queries)]
-        parts = []
+        strata = []
         stop, length = queries, 2 * self.stratum_rows
         while stop > 0:
-            parts.append(range(max(0, stop - length), stop))
-            stop = parts[-1].start
+            strata.append(range(max(0, stop - length), stop))
+            stop = strata[-1].start
             length = queries - stop
-        return parts
+        return strata
 
-    def sample(self, queries: int, causal: bool, draw: int = 0) -> "Sample":
-        """Queries to read: the whole last stratum, a random part of each other one."""
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + draw)
+    def sample(self, queries: int, causal: bool, call_seed: int = 0) -> "QuerySample":
+        """The whole last stratum, and a random sample of every other one."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + call_seed)
         strata = self.strata(queries, causal)
         rows = []
-        for part in strata:
-            wanted = self.rows if not causal else self.stratum_rows * (1 + (part is strata[0]))
-            chosen = torch.randperm(len(part), generator=generator)[:wanted].sort().values
-            rows.append(chosen + part.start)
-        return Sample(causal, queries, strata, rows)
+        for stratum in strata:
+            wanted = self.rows if not causal else self.stratum_rows * (1 + (stratum is strata[0]))
+            chosen = torch.randperm(len(stratum), generator=generator)[:wanted].sort().values
+            rows.append(chosen + stratum.start)
+        return QuerySample(causal, queries, strata, rows)
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
-    """The queries that a screening reads."""
+class QuerySample:
+    """The queries from which received attention is estimated."""
 
     causal: bool
     queries: int
     strata: list[range]
     rows: list[Int[Tensor, " _"]]
-    """Positions of the queries read, a stratum each."""
+    """Positions of the sampled queries of each stratum."""
 
     @property
     def cost(self) -> float:
         """Scores computed, as a share of all visible ones."""
         if not self.causal:
             return len(self.rows[0]) / self.queries
-        read = sum(len(r) * part.stop for r, part in zip(self.rows, self.strata, strict=True))
-        return read / (self.queries * (self.queries + 1) / 2)
+        pairs = zip(self.rows, self.strata, strict=True)
+        computed = sum(len(rows) * stratum.stop for rows, stratum in pairs)
+        return computed / (self.queries * (self.queries + 1) / 2)
 
-    def all_viewers(self, keys: int) -> list[tuple[Tensor, Tensor]]:
-        """`viewers` of every stratum."""
-        return [self.viewers(stratum, keys) for stratum in range(len(self.rows))]
-
-    def viewers(self, stratum: int, keys: int) -> tuple[Tensor, Tensor]:
-        """For each key, how many queries of a stratum see it, and how many of those are read."""
-        part, rows = self.strata[stratum], self.rows[stratum]
+    def visibility_counts(self, index: int, keys: int) -> tuple[Tensor, Tensor]:
+        """For each key, how many queries of a stratum see it, and how many of those are sampled."""
+        stratum, rows = self.strata[index], self.rows[index]
         if not self.causal:
-            return torch.full((keys,), len(part)), torch.full((keys,), len(rows))
+            return torch.full((keys,), len(stratum)), torch.full((keys,), len(rows))
         key = torch.arange(keys)
-        seen = (part.stop - key.clamp(min=part.start)).clamp(min=0)
-        return seen, len(rows) - torch.searchsorted(rows, key)
+        count = (stratum.stop - key.clamp(min=stratum.start)).clamp(min=0)
+        return count, len(rows) - torch.searchsorted(rows, key)
+
+    def all_visibility_counts(self, keys: int) -> tuple[Tensor, Tensor]:
+        """`visibility_counts` of every stratum: two tensors [stratum key]."""
+        counts = [self.visibility_counts(index, keys) for index in range(len(self.rows))]
+        visible, sampled = zip(*counts, strict=True)
+        return torch.stack(visible), torch.stack(sampled)
 
 
 class Screened(NamedTuple):
-    """What a sample of the queries says about every key."""
+    """Received attention of every key, estimated from a sample of the queries."""
 
     received: Float[Tensor, "batch head key"]
-    """Estimated received attention; queries of strata of which none was read count as 1."""
+    """Estimated received attention; queries of a stratum without a sample count as 1."""
     mass: Float[Tensor, "batch head key"]
-    """Estimated sum of A_ij over all queries i, those of unread strata left out."""
+    """Estimated sum of A_ij over all queries i, without those of strata that have no sample."""
     margin: Float[Tensor, " key"]
-    """A key whose estimate lies below a threshold by more than this reaches it with a probability
-    of at most `miss`; 0 where every query that sees it was read.
+    """A key whose estimate lies below a threshold by more than this reaches the threshold with a
+    probability of at most `miss`; 0 where every query that sees the key was sampled.
     """
 
 
@@ -100,7 +103,7 @@ def screen(
     q: Float[Tensor, "batch head query head_dim"],
     k: Float[Tensor, "batch kv_head key head_dim"],
     lse: Float[Tensor, "batch head query"],
-    sample: Sample,
+    sample: QuerySample,
     *,
     scale: float,
     miss: float,
@@ -108,22 +111,23 @@ def screen(
 ) -> Screened:
     """Estimate every key's received attention from the sampled queries.
 
-    With V_s viewers of the key in stratum s of which n_s are read, the estimate is
-    sum_s (V_s / V) * mean over those read, and by Hoeffding's inequality (1963; it holds for
-    sampling without replacement) P(estimate <= r - t) <= exp(-2 t^2 / sum_s (V_s / V)^2 / n_s).
-    A stratum that is read whole adds no error; one of which nothing is read counts as all its
-    attention going to the key.
+    Let V_s queries of stratum s see the key, V in all, and n_s of them be sampled. The estimate is
+    sum_s (V_s / V) * mean over the n_s, and by Hoeffding's inequality (1963; it holds for sampling
+    without replacement) P(estimate <= r - t) <= exp(-2 t^2 / sum_s ((V_s / V)^2 / n_s)).
+    A stratum that is sampled whole adds no error. Where n_s = 0, all attention of the stratum is
+    taken to go to the key.
     """
     dtype, device = statistics_dtype(q), q.device
     batch, heads = q.shape[:2]
     kv_heads, keys = k.shape[1], k.shape[2]
-    seen, read = (torch.stack(part) for part in zip(*sample.all_viewers(keys), strict=True))
-    share = seen.double() / seen.sum(dim=0)
-    blind = (read == 0) & (seen > 0)
-    error = torch.where((read < seen) & ~blind, share.square() / read.clamp(min=1), 0.0).sum(dim=0)
+    visible, sampled = sample.all_visibility_counts(keys)
+    share = visible.double() / visible.sum(dim=0)
+    unsampled = (sampled == 0) & (visible > 0)
+    partly = (sampled < visible) & ~unsampled
+    error = torch.where(partly, share.square() / sampled.clamp(min=1), 0.0).sum(dim=0)
     order = torch.cat(sample.rows).argsort()
     rows = torch.cat(sample.rows)[order].to(device)
-    # Rows of one stratum are added up apart: their weight depends on the key.
+    # Each stratum is summed separately: its weight depends on the key.
     member = torch.zeros(len(sample.rows), len(rows), dtype=dtype)
     stratum = torch.repeat_interleave(torch.tensor([len(r) for r in sample.rows]))[order]
     member[stratum, torch.arange(len(rows))] = 1
@@ -135,9 +139,9 @@ def screen(
     mass = torch.zeros(shape, dtype=dtype, device=device)
     for tile in score_tiles(q[:, :, rows], k, scale=scale, mask=mask, softcap=softcap, shift=shift):
         mass[tile.pairs, :, :, tile.cols] += member[:, tile.rows] @ tile.scores.exp_()
-    weight = (share / read.clamp(min=1)).to(device, dtype)
+    weight = (share / sampled.clamp(min=1)).to(device, dtype)
     estimate = (mass.reshape(batch, heads, *shape[2:]) * weight).sum(dim=2)
-    upper = estimate + (share * blind).sum(dim=0).to(device, dtype)
+    upper = estimate + (share * unsampled).sum(dim=0).to(device, dtype)
     margin = (error * math.log(1.0 / miss) / 2.0).sqrt()
-    total = estimate * seen.sum(dim=0).to(device, dtype)
+    total = estimate * visible.sum(dim=0).to(device, dtype)
     return Screened(upper, total, margin.to(device, dtype))

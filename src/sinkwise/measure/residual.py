@@ -1,43 +1,49 @@
-"""The residual stream at a block's border: token norms, massive activations, similarity."""
+"""The residual stream before and after a block: token norms, massive activations, similarity."""
 
 import weakref
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkwise.attention.tiles import statistics_dtype
 
 MASSIVE = 100.0
-"""An activation is massive above this magnitude and from 1000 times the median one."""
+"""A massive activation has a magnitude above this,"""
 MASSIVE_TIMES_MEDIAN = 1000.0
+"""and at least this many times the median magnitude of its sample."""
 
 
 @dataclass(eq=False)
-class Border:
-    """Statistics of one state of the residual stream, a sample at a time; padding left out."""
+class ResidualStatistics:
+    """Statistics of one state of the residual stream, per sample and without padding."""
 
     norm: Float[Tensor, "batch query"]
     """Euclidean norm of each token; NaN for padding."""
     median: Float[Tensor, " batch"]
-    """Median norm of a sample's tokens."""
+    """Median over the sample's tokens of their norm."""
     similarity: Float[Tensor, " batch"]
-    """Mean pairwise cosine of its tokens, -1 to 1; NaN with fewer than two tokens."""
+    """Mean pairwise cosine of the sample's tokens, -1 to 1; NaN with fewer than two tokens."""
     largest: Float[Tensor, " batch"]
-    """Largest magnitude of a coordinate."""
-    largest_token: Tensor
-    largest_dim: Tensor
-    massive: Tensor
-    """Coordinates that are massive activations."""
+    """Largest magnitude of an activation."""
+    largest_token: Int[Tensor, " batch"]
+    """Position of its token,"""
+    largest_dim: Int[Tensor, " batch"]
+    """and its channel."""
+    massive: Int[Tensor, " batch"]
+    """Number of massive activations."""
 
 
-def border(x: Float[Tensor, "batch query dim"], real: Bool[Tensor, "batch query"] | None) -> Border:
-    """Measure a state of the residual stream in float32 or better.
+def residual_statistics(
+    x: Float[Tensor, "batch query dim"], real: Bool[Tensor, "batch query"] | None
+) -> ResidualStatistics:
+    """Measure a state of the residual stream in float32 or better; `real` is False for padding.
 
-    similarity = (|sum_j x_j/|x_j||^2 - n) / (n (n - 1)), with no n x n matrix (a zero token has
-    cosine 0 with all, so it is not among the n that are subtracted). An activation is
-    massive when its magnitude is > 100 and >= 1000 times the sample's median magnitude.
+    similarity = (|sum_j x_j/|x_j||^2 - n) / (n (n - 1)), without an n x n matrix (a zero token has
+    cosine 0 with every other, so it is not among the n that are subtracted). An activation is
+    massive if its magnitude is > 100 and >= 1000 times the sample's median magnitude.
+
     Reference: Sun et al., "Massive Activations in Large Language Models", 2024, arXiv 2402.17762.
     """
     x = x.to(statistics_dtype(x))
@@ -53,26 +59,26 @@ def border(x: Float[Tensor, "batch query dim"], real: Bool[Tensor, "batch query"
     pairs = count * (count - 1)
     own = (norm * inverse).square().nansum(dim=-1)
     similarity = (total.square().sum(dim=-1) - own) / pairs.masked_fill(pairs == 0, torch.nan)
-    # The largest coordinate of a row is at least norm / sqrt(dim): most rows need no search.
-    largest, place = _largest(x)
+    largest, position = _largest(x)
     massive = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    # The median is only needed where some activation is large enough.
     for sample in torch.nonzero(largest > MASSIVE)[:, 0].tolist():
         values = x[sample].abs() if real is None else x[sample][real[sample]].abs()
         limit = max(MASSIVE, MASSIVE_TIMES_MEDIAN * float(values.median()))
         massive[sample] = int(((values > MASSIVE) & (values >= limit)).sum())
-    return Border(
+    return ResidualStatistics(
         norm=norm,
         median=norm.nanmedian(dim=-1).values,
         similarity=similarity,
         largest=largest,
-        largest_token=place // x.shape[2],
-        largest_dim=place % x.shape[2],
+        largest_token=position // x.shape[2],
+        largest_dim=position % x.shape[2],
         massive=massive,
     )
 
 
 def _largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest magnitude of each sample and its flat index, without a copy of x."""
+    """Largest magnitude in each sample and its flat index, without a copy of x."""
     flat = x.flatten(1)
     high, low = flat.max(dim=-1), flat.min(dim=-1)
     negative = -low.values > high.values
@@ -81,21 +87,21 @@ def _largest(x: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-class StreamCache:
-    """Borders of the last two states: a block's output is the next block's input."""
+class ResidualCache:
+    """Statistics of the last two states: a block's output is the next block's input."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[weakref.ref, int, Border]] = []
+        self._entries: list[tuple[weakref.ref, int, ResidualStatistics]] = []
 
-    def border(self, x: Tensor, real: Tensor | None) -> Border:
-        """The border of x, measured once for each tensor and version of it."""
+    def statistics(self, x: Tensor, real: Tensor | None) -> ResidualStatistics:
+        """Statistics of x, measured once per tensor and version of it."""
         for ref, version, known in self._entries:
             if ref() is x and version == _version(x):
                 return known
         flat = x.flatten(1, -2)
         if real is not None and real.shape != flat.shape[:2]:
             real = None
-        measured = border(flat, real)
+        measured = residual_statistics(flat, real)
         self._entries = [(weakref.ref(x), _version(x), measured), *self._entries[:1]]
         return measured
 

@@ -1,4 +1,4 @@
-"""The spectral spike of each head's query-key interaction, beside what chance would give."""
+"""The spectral spike of each head's query-key interaction, and that of random weights."""
 
 import torch
 from jaxtyping import Float
@@ -9,10 +9,10 @@ from sinkwise.core.records import AttentionSite
 
 
 def spikes(site: AttentionSite) -> tuple[Float[Tensor, " head"], float] | None:
-    """(sigma_1 / sum(sigma) of each head's Theta, the same for Gaussian weights), 1/head_dim to 1.
+    """sigma_1 / sum(sigma) of each head's Theta, and of Gaussian weights: 1/head_dim to 1 each.
 
-    High: one direction of the residual stream decides where the head looks. None where the site
-    does not know its query and key weights; NaN for a head whose weights are not finite.
+    High: a single direction of the residual stream decides what the head attends to. None where
+    the site's query or key weights are unknown; NaN for a head whose weights are not finite.
     """
     if site.q is None or site.k is None or site.q.shape[1:] != site.k.shape[1:]:
         return None

@@ -1,6 +1,5 @@
-"""Finished batches on disk, so that a scan that was stopped goes on, and processes share one."""
+"""Finished batches on disk, so that interrupted scans resume and processes share one scan."""
 
-import hashlib
 import io
 import json
 import re
@@ -15,47 +14,47 @@ import polars as pl
 
 from sinkwise.errors import InputError
 from sinkwise.measure.call import EVENT_FIELDS
-from sinkwise.measure.sums import PLACE_ROWS, CallSums, Part, StreamSums
-from sinkwise.scanning.observer import Basis, Observed
+from sinkwise.measure.sums import EVENT_INDEX, CallSums, ResidualSums, SampleSums
+from sinkwise.scanning.basis import Basis
+from sinkwise.scanning.observed import Observed
+from sinkwise.storage.checksums import checksum
 from sinkwise.storage.files import write_bytes
 
-_PLACE = [f"place_{row}" for row in range(PLACE_ROWS)]
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _FACTS = "scan.json"
 
 
-class Parts:
-    """The finished batches of one scan, in a folder named by the checksum of what it is."""
+class BatchStore:
+    """The finished batches of one scan, in a folder named by the checksum of the scan's facts."""
 
     def __init__(self, directory: str | Path, facts: dict[str, Any]) -> None:
         self.directory = Path(directory)
         self._facts = json.dumps(facts, sort_keys=True)
-        self._folder = self.directory / _checksum(self._facts.encode())
+        self._folder = self.directory / checksum(self._facts)
 
     def count(self, rank: int, world: int) -> int:
-        """How many batches of a share are there; only its own process adds to them."""
+        """Finished batches of a share."""
         names = [path.stem for path in self._folder.glob("[0-9]*.json")]
         return sum(int(name) % world == rank for name in names)
 
     def read(self, index: int, key: str | None) -> tuple[Observed, Basis] | None:
-        """A finished batch, or None where it is not there whole or `key` says it is another."""
+        """A finished batch, or None if it is missing, damaged, or has another key."""
         try:
-            checksum, _, text = (
-                self._file(index, "json").read_text(encoding="utf-8").partition("\n")
-            )
-            if checksum != _checksum(text.encode()):
+            text = self._file(index, "json").read_text(encoding="utf-8")
+            first_line, _, text = text.partition("\n")
+            if first_line != checksum(text):
                 return None
-            told = json.loads(text)
-            rows = self._file(index, "arrow").read_bytes()
-            if told["key"] != key or told["rows"] != _checksum(rows):
+            sums = json.loads(text)
+            events = self._file(index, "arrow").read_bytes()
+            if sums["key"] != key or sums["events"] != checksum(events):
                 return None
         except (OSError, ValueError):
             return None
-        basis = Basis(**{name: tuple(value) for name, value in told["basis"].items()})
-        return _unpacked(told, rows), basis
+        basis = Basis(**{name: tuple(value) for name, value in sums["basis"].items()})
+        return _unpacked(sums, events), basis
 
     def write(self, index: int, key: str | None, observed: Observed, basis: Basis) -> None:
-        """Keep a finished batch: its rows first; the sums, written last, say that all is there.
+        """Store a finished batch: first its events, then its sums, which mark it as complete.
 
         Raises InputError where that fails.
         """
@@ -67,13 +66,13 @@ class Parts:
                     f"parts={str(self.directory)!r} could not be written: {error.strerror}"
                 ) from error
             write_bytes(self._folder / _FACTS, self._facts.encode())
-        told, rows = _packed(observed)
-        text = json.dumps({**told, "key": key, "rows": _checksum(rows), "basis": asdict(basis)})
-        write_bytes(self._file(index, "arrow"), rows)
-        write_bytes(self._file(index, "json"), f"{_checksum(text.encode())}\n{text}".encode())
+        sums, events = _packed(observed)
+        text = json.dumps({**sums, "key": key, "events": checksum(events), "basis": asdict(basis)})
+        write_bytes(self._file(index, "arrow"), events)
+        write_bytes(self._file(index, "json"), f"{checksum(text)}\n{text}".encode())
 
-    def drop_others(self) -> list[str]:
-        """Remove what other scans left in the directory; which facts of theirs were others."""
+    def remove_others(self) -> list[str]:
+        """Remove the batches of other scans; returns the names of the facts that differ."""
         changed: set[str] = set()
         mine = json.loads(self._facts)
         for folder in _folders(self.directory):
@@ -93,7 +92,7 @@ class Parts:
 
 
 def remove_parts(directory: str | Path) -> None:
-    """Remove the finished batches in a directory, and the directory if nothing else is in it."""
+    """Remove all finished batches in a directory, and the directory if nothing else is in it."""
     path = Path(directory)
     for folder in _folders(path):
         shutil.rmtree(folder, ignore_errors=True)
@@ -107,67 +106,63 @@ def _folders(directory: Path) -> list[Path]:
     return [path for path in sorted(directory.iterdir()) if _FOLDER.fullmatch(path.name)]
 
 
-def _checksum(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
 def _packed(observed: Observed) -> tuple[dict[str, Any], bytes]:
-    """As JSON, whose floats are exact, and as a table of events."""
-    part = observed.part
-    place, values = part.events
-    columns = dict(zip([*_PLACE, *EVENT_FIELDS], [*place, *values], strict=True))
-    rows = io.BytesIO()
-    pl.DataFrame(columns).write_ipc(rows)
-    told = {
-        "samples": part.samples,
-        "calls": [
-            [layer, name, {**vars(sums), "kind_sum": sums.kind_sum.tolist(),
-                           "kinds": sorted(sums.kinds)}]
-            for (layer, name), sums in part.calls.items()
+    """The sums as JSON, whose floats are exact, and the events as an Arrow table."""
+    sums = observed.sums
+    index, values = sums.events
+    columns = dict(zip([*EVENT_INDEX, *EVENT_FIELDS], [*index, *values], strict=True))
+    events = io.BytesIO()
+    pl.DataFrame(columns).write_ipc(events)
+    text = {
+        "samples": sums.samples,
+        "call_sums": [
+            [layer, name, {**vars(call), "kind_sum": call.kind_sum.tolist(),
+                           "kinds": sorted(call.kinds)}]
+            for (layer, name), call in sums.calls.items()
         ],
-        "streams": [[layer, vars(sums)] for layer, sums in part.streams.items()],
-        "unreadable": part.unreadable.tolist(),
-        "seen": list(observed.seen),
+        "residual_sums": [[layer, vars(residual)] for layer, residual in sums.residuals.items()],
+        "unreadable": sums.unreadable.tolist(),
+        "attending": list(observed.attending),
         "skipped": sorted(observed.skipped),
         "silent": list(observed.silent),
-        "doubtful": sorted(observed.doubtful),
-        "lengths": sorted(observed.lengths),
-        "given": observed.given,
-        "fitted": observed.fitted,
-        "counts": observed.calls,
+        "unfaithful": sorted(observed.unfaithful),
+        "key_lengths": sorted(observed.key_lengths),
+        "layout_length": observed.layout_length,
+        "layout_fits": observed.layout_fits,
+        "calls": observed.calls,
     }  # fmt: skip
-    return told, rows.getvalue()
+    return text, events.getvalue()
 
 
-def _unpacked(told: dict[str, Any], rows: bytes) -> Observed:
+def _unpacked(text: dict[str, Any], events: bytes) -> Observed:
     calls = {
         (layer, name): CallSums(
             **{**sums, "kind_sum": np.array(sums["kind_sum"]), "kinds": set(sums["kinds"])}
         )
-        for layer, name, sums in told["calls"]
+        for layer, name, sums in text["call_sums"]
     }
-    streams = {
-        layer: StreamSums(
+    residuals = {
+        layer: ResidualSums(
             **{
                 **sums,
                 "sums": defaultdict(float, sums["sums"]),
                 "counts": defaultdict(int, sums["counts"]),
             }
         )
-        for layer, sums in told["streams"]
+        for layer, sums in text["residual_sums"]
     }
-    frame = pl.read_ipc(io.BytesIO(rows))
-    place = np.stack([frame[name].to_numpy() for name in _PLACE])
+    frame = pl.read_ipc(io.BytesIO(events))
+    index = np.stack([frame[name].to_numpy() for name in EVENT_INDEX])
     values = np.stack([frame[name].to_numpy() for name in EVENT_FIELDS])
-    unreadable = np.array(told["unreadable"], dtype=np.int64).reshape(3, -1)
+    unreadable = np.array(text["unreadable"], dtype=np.int64).reshape(3, -1)
     return Observed(
-        Part.restored(told["samples"], calls, streams, (place, values), unreadable),
-        seen=dict.fromkeys(told["seen"]),
-        skipped=set(told["skipped"]),
-        silent=dict.fromkeys(told["silent"]),
-        doubtful=set(told["doubtful"]),
-        lengths=set(told["lengths"]),
-        given=told["given"],
-        fitted=told["fitted"],
-        calls=told["counts"],
+        SampleSums.restored(text["samples"], calls, residuals, (index, values), unreadable),
+        attending=dict.fromkeys(text["attending"]),
+        skipped=set(text["skipped"]),
+        silent=dict.fromkeys(text["silent"]),
+        unfaithful=set(text["unfaithful"]),
+        key_lengths=set(text["key_lengths"]),
+        layout_length=text["layout_length"],
+        layout_fits=text["layout_fits"],
+        calls=text["calls"],
     )

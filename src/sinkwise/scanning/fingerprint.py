@@ -1,7 +1,6 @@
-"""What a scan is, so that batches measured under other conditions are never mixed."""
+"""What identifies a scan, so that batches measured under other conditions are never mixed in."""
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from torch import nn
 from sinkwise.attention.screen import Screen
 from sinkwise.data.batch import tensor_bits, without_addresses
 from sinkwise.diagnosis.rules import Rules
+from sinkwise.storage.checksums import checksum
 from sinkwise.storage.versions import versions
 
 SAMPLED = 64
-"""Values of each tensor that are read one by one; the sum is over all."""
+"""Values of each tensor that enter the checksum one by one; their sum is over all values."""
 
 
 def facts(
@@ -27,9 +27,9 @@ def facts(
     layout: Callable[[Any], Any] | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Everything that decides what a scan measures, in words and checksums.
+    """Everything that determines what a scan measures, in words and checksums.
 
-    `inputs` describes the data. Scans whose facts are equal measure the same.
+    `inputs` describes the data. Scans with equal facts give equal numbers.
     """
     config = getattr(model, "config", None)
     kernel = getattr(config, "_attn_implementation", None)
@@ -38,7 +38,7 @@ def facts(
         "class": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "weights": weights_checksum(model),
-        "structure": _checksum(without_addresses(f"{model!r} {config!r} {kernel}")),
+        "structure": checksum(without_addresses(f"{model!r} {config!r} {kernel}")),
         "device": device.type,
         "rules": rules.describe(),
         "screen": None if screen is None else asdict(screen),
@@ -49,43 +49,39 @@ def facts(
     }
 
 
-@torch.no_grad()
 def weights_checksum(model: nn.Module) -> str:
-    """Name, shape and kind of every parameter and buffer, the exact sum of their bits read as
-    integers (any order of addition gives the same), and some of their values.
+    """Checksum of all parameters and buffers: of each its name, shape and dtype, the exact sum of
+    its bits as integers (independent of the order of addition), and some of its values.
     """
-    found = hashlib.blake2b(digest_size=16)
+    return checksum(_weights(model))
+
+
+@torch.no_grad()
+def _weights(model: nn.Module) -> Iterator[bytes | str]:
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        yield f"{name} {tuple(value.shape)} {value.dtype}"
         bits = tensor_bits(value)
         if bits is not None and bits.numel():
             step = max(1, bits.numel() // SAMPLED)
-            found.update(bits[::step].cpu().to(torch.int64).numpy().tobytes())
-            found.update(str(int(bits.sum(dtype=torch.int64))).encode())
-    return found.hexdigest()
+            yield bits[::step].cpu().to(torch.int64).numpy().tobytes()
+            yield str(int(bits.sum(dtype=torch.int64)))
 
 
 def own_code(*packages: str) -> str:
-    """Checksum of sinkwise's own files, all or those of these packages: a change there may change
-    any number that they make.
+    """Checksum of sinkwise's own files, all or those of some packages: a change there may change
+    any number that they compute.
     """
     root = Path(__file__).parents[1]
-    found = hashlib.blake2b(digest_size=16)
     folders = [root / package for package in packages] or [root]
-    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
-        found.update(str(file.relative_to(root)).encode() + file.read_bytes())
-    return found.hexdigest()
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    return checksum(str(file.relative_to(root)).encode() + file.read_bytes() for file in files)
 
 
 def _code(function: Callable | None) -> str | None:
-    """A function's name, and a checksum of what it does; what it refers to is not followed."""
+    """A function's name and a checksum of its own code, without the functions that it calls."""
     if function is None:
         return None
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
     code = getattr(function, "__code__", None)
     body = "" if code is None else f"{code.co_code!r} {code.co_consts!r} {code.co_names!r}"
-    return f"{name} {_checksum(without_addresses(body))}"
-
-
-def _checksum(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return f"{name} {checksum(without_addresses(body))}"

@@ -1,4 +1,4 @@
-"""The result of a scan, and how it is kept on disk."""
+"""The result of a scan, and its form on disk."""
 
 import json
 import os
@@ -16,22 +16,25 @@ from sinkwise.errors import InputError
 
 FRAMES = ("events", "heads", "layers")
 
+FORMAT = 1
+"""Version of the files of a saved scan; a scan without one is read as version 1, which it is."""
+
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """Result of a scan: three frames, and everything needed to read them again."""
+    """Result of a scan: three frames, and how they were made."""
 
     events: pl.DataFrame
-    """One row a sample, layer, head and sink."""
+    """One row per sample, layer, head and sink."""
     heads: pl.DataFrame
-    """One row a layer and head."""
+    """One row per layer and head."""
     layers: pl.DataFrame
-    """One row a layer."""
+    """One row per layer."""
     meta: dict[str, Any]
     """Model, rules, versions, counts."""
 
     def verdict(self) -> Verdict:
-        """Which mechanisms dominate where, and what to do about it."""
+        """Which mechanism dominates where, and what to do about it."""
         rules = self.meta["rules"]
         used = {rules["causal"]["name"], rules["bidirectional"]["name"]}
         return judge(
@@ -45,9 +48,9 @@ class Scan:
     def save(self, directory: str | Path) -> Path:
         """Write {events,heads,layers}.parquet and scan.json into `directory`, all or nothing.
 
-        An existing scan there is replaced and what else lies beside it is kept; any other
-        non-empty directory is refused. Raises InputError when the place cannot be written (a full
-        disk, say); an earlier scan is then still there.
+        A scan that is there already is replaced, and other files beside it are kept; any other
+        directory that is not empty is refused. Raises InputError if the directory cannot be
+        written (on a full disk, say); an earlier scan is then still there.
         """
         target = check_target(directory)
         temporary = None
@@ -58,7 +61,8 @@ class Scan:
             new.mkdir()
             for name in FRAMES:
                 getattr(self, name).write_parquet(new / f"{name}.parquet")
-            text = json.dumps(self.meta, indent=2, ensure_ascii=False) + "\n"
+            about = {"format": FORMAT, **self.meta}
+            text = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
             (new / "scan.json").write_text(text, encoding="utf-8")
             if target.exists():
                 for other in target.iterdir():
@@ -82,24 +86,33 @@ class Scan:
 
     @classmethod
     def load(cls, directory: str | Path) -> "Scan":
-        """Read what `save` wrote. Raises InputError where `directory` holds no scan."""
+        """Load what `save` wrote, with this version of sinkwise or an earlier one.
+
+        Raises InputError if `directory` is no saved scan, or one of a newer version.
+        """
         source = Path(directory)
         try:
             meta = json.loads((source / "scan.json").read_text(encoding="utf-8"))
+            version = int(meta.pop("format", FORMAT))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise InputError(f"{str(source)!r} is no saved scan: {error}") from error
+        if version > FORMAT:
+            raise InputError(
+                f"{str(source)!r} is a scan in format {version}, and this version of sinkwise "
+                f"reads formats up to {FORMAT}: update sinkwise, or scan again"
+            )
+        try:
             frames = {name: pl.read_parquet(source / f"{name}.parquet") for name in FRAMES}
-        except (OSError, ValueError, pl.exceptions.PolarsError) as error:
+        except (OSError, pl.exceptions.PolarsError) as error:
             raise InputError(f"{str(source)!r} is no saved scan: {error}") from error
         return cls(**frames, meta=meta)
 
 
 def check_target(directory: str | Path) -> Path:
-    """The directory as a path, if a scan can be saved there: new, empty, or an earlier scan.
-
-    Raises InputError otherwise.
-    """
+    """`directory` as a path. Raises InputError unless it is new, empty or a saved scan."""
     target = Path(directory)
     if target.exists():
         free = target.is_dir() and ((target / "scan.json").exists() or not any(target.iterdir()))
         if not free:
-            raise InputError(f"out={str(target)!r} exists and is no scan; name a new directory")
+            raise InputError(f"out={str(target)!r} exists and is no scan; give a new directory")
     return target
