@@ -21,6 +21,7 @@ from sinkwise.core.records import AttentionMask, AttentionRecord
 from sinkwise.diagnosis.rules import Rules
 from sinkwise.errors import CaptureError
 from sinkwise.measure.call import CallMeter
+from sinkwise.measure.call_tokens import CallTokens
 from tests.models import build, run
 from tests.models.sink_models import FOLDERS
 
@@ -128,7 +129,7 @@ def test_the_record_of_every_way(way: str, sink: float, empty: bool) -> None:
         torch.testing.assert_close(record.weights[0, 0, rows], weights[rows], rtol=0, atol=1e-6)
     if not undefined:
         stats = CallMeter(Rules.named("auto")).measure(
-            record, torch.full((1, 6), code("text")), None, None
+            record, CallTokens(torch.full((1, 6), code("text")), final=True)
         )
         share = stats.by_kind[0, 0, code("text")]
         assert float(share) == pytest.approx(float(weights.sum(-1).mean()), abs=1e-6)

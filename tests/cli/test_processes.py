@@ -16,10 +16,11 @@ from PIL import Image
 
 import sinkwise as sw
 from sinkwise.cli.processes import check_processes, processes
+from sinkwise.core.layout import KINDS
 from sinkwise.errors import InputError
-from sinkwise.measure.sums import CallSums, Part, StreamSums
+from sinkwise.measure.sums import CallSums, ResidualSums, SampleSums
 from sinkwise.reports.notes import notes
-from sinkwise.scanning.batch_store import Parts
+from sinkwise.scanning.batch_store import BatchStore
 from tests.planted import OddAttention, Planted, tokens
 from tests.scanning.test_resume import LAYOUT, SIZES, Counting, batches, scan
 from tests.scans import COMMAND, ENVIRONMENT, identical, models, pictures, sinkwise
@@ -88,8 +89,10 @@ def test_that_comparison_can_fail(tmp_path, monkeypatch):
         one.write_bytes(other.read_bytes())
         other.write_bytes(content)
     with monkeypatch.context() as patch:
-        read = Parts.read
-        patch.setattr(Parts, "read", lambda self, index, _: read(self, index, key(self, index)))
+        read = BatchStore.read
+        patch.setattr(
+            BatchStore, "read", lambda self, index, _: read(self, index, key(self, index))
+        )
         swapped = scan(parts=tmp_path)
     with pytest.raises(AssertionError, match="events"):
         identical(swapped, found)
@@ -103,31 +106,31 @@ def key(parts, index):
 
 def sums(value):
     """A part of one sample with these sums."""
-    call = CallSums(1, 1, np.full(8, value), value, value, value, {"text"})
-    stream = StreamSums(samples=1, token_norm_max=value, token_norm_max_token=3)
-    stream.sums["token_norm_median"], stream.counts["token_norm_median"] = value, 1
-    return Part(1, {(0, "attn"): call}, {0: stream})
+    call = CallSums(1, 1, np.full(len(KINDS), value), value, value, value, {"text"})
+    residual = ResidualSums(samples=1, token_norm_max=value, token_norm_max_token=3)
+    residual.sums["token_norm_median"], residual.counts["token_norm_median"] = value, 1
+    return SampleSums(1, {(0, "attn"): call}, {0: residual})
 
 
 def test_sums_are_added_up_in_the_order_of_batches():
     """Floats: ((1 + 1e16) - 1e16) is 0, and in another order 1. Only one order is ever used."""
     for values, wanted in (((1.0, 1e16, -1e16), 0.0), ((1e16, -1e16, 1.0), 1.0)):
-        total = Part()
+        total = SampleSums()
         for value in values:
             total.append(sums(value))
         entry = total.calls[0, "attn"]
         assert entry.first_sum == entry.kind_sum[0] == entry.kind_count == wanted
-        assert total.streams[0].sums["token_norm_median"] == wanted
+        assert total.residuals[0].sums["token_norm_median"] == wanted
         assert entry.samples == total.samples == 3
-        assert total.streams[0].token_norm_max == 1e16
+        assert total.residuals[0].token_norm_max == 1e16
 
 
 def test_appending_leaves_the_later_part_alone():
     later = sums(2.0)
-    total = Part()
+    total = SampleSums()
     total.append(later)
     total.append(sums(5.0))
-    assert later.calls[0, "attn"].kind_sum[0] == 2.0 and later.streams[0].samples == 1
+    assert later.calls[0, "attn"].kind_sum[0] == 2.0 and later.residuals[0].samples == 1
 
 
 def test_pictures_of_other_shares_are_not_opened(tmp_path, monkeypatch):
@@ -188,7 +191,7 @@ def test_memory_does_not_grow_with_shares(tmp_path):
         if len(done) not in (3, 12):
             return
         gc.collect()
-        kept = (torch.Tensor, np.ndarray, Part)
+        kept = (torch.Tensor, np.ndarray, SampleSums)
         counts.append(sum(issubclass(type(o), kept) for o in gc.get_objects()))
 
     model = Planted([[0, 1]] * 2)

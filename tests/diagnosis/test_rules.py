@@ -16,6 +16,7 @@ from sinkwise.core.layout import code
 from sinkwise.core.records import AttentionMask, AttentionRecord
 from sinkwise.diagnosis.rules import EVENT_RULES, EventRule
 from sinkwise.measure.call import CallMeter
+from sinkwise.measure.call_tokens import CallTokens
 from tests.oracles import rules as oracle
 from tests.oracles.attention import visible
 from tests.oracles.received import received
@@ -59,8 +60,8 @@ def found(rule, weights, mask, counted):
     real = None if counted.all() else torch.as_tensor(counted)
     codes = torch.full((batch, length), code("text"))
     meter = CallMeter(sw.Rules(causal=rule, bidirectional=rule))
-    stats = meter.measure(record, codes, real, None)
-    return set(zip(stats.batch.tolist(), stats.head.tolist(), stats.key.tolist(), strict=True))
+    stats = meter.measure(record, CallTokens(codes, real, real))
+    return set(zip(*(index.tolist() for index in stats.sinks), strict=True))
 
 
 LIBRARY = {

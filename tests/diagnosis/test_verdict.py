@@ -156,17 +156,17 @@ def test_the_depth_lines():
     shares = [0.2, 0.4, 0.9, 0.0] + [0.0] * 4 + [1.0, 0.5, 0.7, 0.6]
     ratios = [0.1, 0.2, 0.06, None] + [None] * 4 + [1.0, 0.9, 0.8, None]
     frame = heads(layout, sink_share=shares, value_ratio=ratios)
-    early, deep = (line for line in verdict(frame).evidence if "heads sink" in line)
+    early, deep = (line for line in verdict(frame).evidence if "heads have a sink (" in line)
     assert early == (
-        "Early (layer 0): 3 of 4 heads sink (3 NOP), mostly on the class token, on 40% of the "
-        "inputs, median value ratio 0.10."
+        "Early (layer 0): 3 of 4 heads have a sink (3 NOP), mostly on the class token, on 40% of "
+        "the inputs, median value ratio 0.10."
     )
     assert deep == (
-        "Deep (layer 2): 4 of 4 heads sink (2 broadcast, 1 mixed, 1 unclassified), mostly on "
-        "registers, on 65% of the inputs, median value ratio 0.90."
+        "Deep (layer 2): 4 of 4 heads have a sink (2 broadcast, 1 mixed, 1 unclassified), mostly "
+        "on registers, on 65% of the inputs, median value ratio 0.90."
     )
     wide = heads([[NOP]] * 6)
-    lines = [line for line in verdict(wide).evidence if "heads sink" in line]
+    lines = [line for line in verdict(wide).evidence if "heads have a sink (" in line]
     assert [line.split(":")[0] for line in lines] == [
         "Early (layers 0-1)", "Middle (layers 2-3)", "Deep (layers 4-5)"
     ]  # fmt: skip
@@ -177,7 +177,7 @@ def test_the_depth_lines():
     [
         ("cls", "the class token"), ("bos", "the first token (BOS)"), ("register", "registers"),
         ("patch", "patches"), ("text", "text tokens"), ("special", "special tokens"),
-        ("other", "unnamed tokens"),
+        ("other", "tokens of unknown kind"), ("first", "the first token"),
     ],
 )  # fmt: skip
 def test_kinds_in_words(kind, words):
@@ -192,6 +192,10 @@ def test_the_token_lines():
         "Token 0 (bos) is 40% of all sinks: 75% NOP, 25% broadcast.",
         "Token 5 (text) is 35% of all sinks: 0% NOP, 100% broadcast.",
     ]
+    tied = [(1, token, kind, NOP) for token, kind in ((9, "text"), (4, "text"), (4, "bos"))]
+    for order in (tied, tied[::-1]):
+        lines = verdict(heads([[NOP]]), events(*order)).evidence[-2:]
+        assert [line.split(" is ")[0] for line in lines] == ["Token 4 (bos)", "Token 4 (text)"]
     spread = [(1, token, "patch", NOP) for token in range(30)]
     found = verdict(heads([[NOP]]), events(*spread))
     assert not [line for line in found.evidence if line.startswith("Token")]
@@ -223,7 +227,9 @@ def test_a_near_miss_is_said(first):
     found = verdict(heads([[NONE]] * 3), first=first)
     assert found.prescription == "none"
     line = found.evidence[-1]
-    assert "0.40" in line and "layer 1" in line
+    assert "0.40" in line and "layer 1" in line and "rule is less strict" not in line
+    stricter = judge(heads([[NONE]] * 3), events(), layers(*first), sw.ModelRule(), "mean")
+    assert stricter.evidence[-1].endswith("the event rule (the `mean` rule is less strict).")
     for quiet in ((0.149, 0.0), (float("nan"),)):
         assert len(verdict(heads([[NONE]]), first=quiet).evidence) == 1
 
@@ -256,3 +262,19 @@ def test_a_bin_that_registers_share_is_said():
 def test_how_often_half_of_the_sinks_are_there(shares, words):
     found = verdict(heads([[NOP] * 3], sink_share=shares))
     assert found.evidence[0].endswith(words)
+
+
+def test_a_single_sample_is_described_without_shares_of_the_inputs():
+    """Of one input there is no share: every sink would be "on 100% of the inputs"."""
+    one = heads([[NOP, NONE], [BROADCAST, OTHER]], kind="first", samples=[1] * 4)
+    one = one.with_columns(sink_share=pl.Series([1.0, 0.0, 1.0, 1.0]))
+    assert verdict(one).evidence[:3] == (
+        "3 of 4 heads (75%) have a sink: 1 NOP, 1 broadcast, 1 unclassified.",
+        "Early (layer 0): 1 of 2 heads have a sink (1 NOP), mostly on the first token, median "
+        "value ratio 0.25.",
+        "Middle (layer 1): 2 of 2 heads have a sink (1 broadcast, 1 unclassified), mostly on the "
+        "first token, median value ratio 0.25.",
+    )
+    two = verdict(one.with_columns(samples=pl.lit(2))).evidence
+    assert two[0].endswith("half of them on every input.")
+    assert "on 100% of the inputs" in two[1]

@@ -11,7 +11,8 @@ from sinkwise.core.layout import KINDS, code
 from sinkwise.core.records import OPEN, AttentionMask, AttentionRecord, AttentionSite
 from sinkwise.diagnosis.rules import Rules
 from sinkwise.measure.call import EVENT_FIELDS, CallMeter
-from sinkwise.measure.residual import border
+from sinkwise.measure.call_tokens import CallTokens
+from sinkwise.measure.residual import residual_statistics
 from tests.oracles import rank, rules
 from tests.oracles.arrays import array
 from tests.oracles.cases import make
@@ -96,13 +97,13 @@ def measure(case, record, rule="auto", meter=None, codes=None):
     real = real_of(case)
     shape = (case.k.shape[0], case.k.shape[2])
     codes = torch.full(shape, code("text")) if codes is None else codes
-    stream = border(record.residual, real) if record.residual is not None else None
-    return meter.measure(record, codes, real, stream)
+    residual = residual_statistics(record.residual, real) if record.residual is not None else None
+    return meter.measure(record, CallTokens(codes, real, real), residual)
 
 
 def events_of(stats):
     """{(sample, head, key): {field: number}}."""
-    keys = zip(stats.batch.tolist(), stats.head.tolist(), stats.key.tolist(), strict=True)
+    keys = zip(*(index.tolist() for index in stats.sinks), strict=True)
     columns = {name: stats.fields[name].tolist() for name in EVENT_FIELDS}
     return {
         key: {name: column[i] for name, column in columns.items()} for i, key in enumerate(keys)
@@ -224,8 +225,9 @@ def test_uniform_attention_is_never_a_sink(rule, causal):
             layer=0, name="", q=torch.zeros(1, 1, length, 3), k=k, v=v, out=v, scale=1.0,
             mask=mask, lse=seen.log()[None, None],
         )  # fmt: skip
-        stats = meter.measure(record, torch.zeros(1, length, dtype=torch.int64), None, None)
-        assert len(stats.key) == 0, (length, stats.key)
+        codes = torch.zeros(1, length, dtype=torch.int64)
+        stats = meter.measure(record, CallTokens(codes))
+        assert len(stats.sinks.key) == 0, (length, stats.sinks.key)
         assert float(stats.first) == pytest.approx(float((1 / seen).mean()), rel=1e-4)
 
 
@@ -235,7 +237,7 @@ def test_uniform_attention_has_no_excess():
         flat = replace(case, q=torch.zeros_like(case.q))
         rules_ = Rules(causal=anything, bidirectional=anything)
         stats = measure(flat, record_of(flat), meter=CallMeter(rules_))
-        assert len(stats.key) > 0
+        assert len(stats.sinks.key) > 0
         assert stats.fields["received_excess"].abs().max() < 1e-6
 
 
@@ -282,7 +284,7 @@ def test_what_padding_holds_does_not_matter(eager):
             )
     record.residual[gone] = torch.nan
     dirty = measure(case, record, "mean")
-    assert len(clean.key) and torch.equal(clean.key, dirty.key)
+    assert len(clean.sinks.key) and torch.equal(clean.sinks.key, dirty.sinks.key)
     for name in EVENT_FIELDS:
         assert torch.equal(clean.fields[name], dirty.fields[name]), name
     assert torch.equal(clean.by_kind, dirty.by_kind) and torch.equal(clean.first, dirty.first)
@@ -291,13 +293,13 @@ def test_what_padding_holds_does_not_matter(eager):
 
 def test_padding_is_no_sink_even_where_the_mask_forgot_it():
     case = planted(0)
-    sinks = measure(case, record_of(case), "relaxed").key.unique()
+    sinks = measure(case, record_of(case), "relaxed").sinks.key.unique()
     assert len(sinks)
     real = torch.ones(2, 37, dtype=torch.bool)
     real[:, sinks] = False
     padded = replace(case, counted=real)
     stats = measure(padded, record_of(padded), "relaxed")
-    assert len(stats.key) == 0
+    assert len(stats.sinks.key) == 0
     right = padded.received.received[:, :, int((~real[0]).to(torch.int8).argmin())]
     np.testing.assert_allclose(stats.first, right, atol=1e-5)
 
@@ -328,7 +330,7 @@ def test_without_output_weights_there_is_only_the_raw_ratio():
     case = planted(0, causal=True, group=2)
     known = measure(case, record_of(case, scaled=False), "mean")
     stats = measure(case, record_of(case, known=False), "mean")
-    assert stats.fields["value_ratio"].isnan().all() and len(stats.key)
+    assert stats.fields["value_ratio"].isnan().all() and len(stats.sinks.key)
     assert torch.equal(stats.fields["value_ratio_raw"], known.fields["value_ratio_raw"])
     identity = torch.eye(case.v.shape[3]).expand(case.q.shape[1], -1, -1)
     for key, fields in events_of(stats).items():
@@ -356,9 +358,9 @@ def test_calls_that_share_a_mask_and_those_that_do_not():
         record = record_of(case)
         alone, shared = measure(case, record, "mean"), measure(case, record, "mean", meter=meter)
         assert events_of(alone) == events_of(shared)
-    assert len(meter._seen) > 0
-    meter.forget_masks()
-    assert len(meter._seen) == 0
+    assert len(meter.visibility) > 0
+    meter.visibility.clear()
+    assert len(meter.visibility) == 0
 
 
 def test_all_padding_is_undefined_not_zero():
@@ -368,7 +370,7 @@ def test_all_padding_is_undefined_not_zero():
     record = record_of(replace(case, counted=real))
     stats = measure(replace(case, counted=real), record, "mean")
     assert stats.by_kind[1].isnan().all() and stats.first[1].isnan().all()
-    assert set(stats.batch.tolist()) == {0}
+    assert set(stats.sinks.batch.tolist()) == {0}
 
 
 @pytest.mark.parametrize("sink", [0, 2])
@@ -380,7 +382,7 @@ def test_who_sees_whom_from_the_map_alone(sink):
     case = planted(0)
     record = replace(record_of(case), weights=weights, lse=None, faithful=False)
     stats = measure(case, record)
-    assert stats.key.tolist() == [sink] * 6
+    assert stats.sinks.key.tolist() == [sink] * 6
     if sink == 0:
         uniform = np.mean([1 / (i + 1) for i in range(37)])
         excess = stats.fields["received_excess"].numpy()

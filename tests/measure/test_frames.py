@@ -15,9 +15,10 @@ from torch import nn
 import sinkwise as sw
 from sinkwise.core.layout import KINDS, TokenLayout
 from sinkwise.measure.call import EVENT_FIELDS, CallStatistics
+from sinkwise.measure.candidates import Keys
 from sinkwise.measure.frames import EVENT_SCHEMA, Tables
-from sinkwise.measure.residual import border
-from sinkwise.measure.sums import Part
+from sinkwise.measure.residual import residual_statistics
+from sinkwise.measure.sums import SampleSums
 from tests.planted import Planted, PlantedAttention, PlantedBlock, kinds, tokens
 
 EVERYTHING = sw.MeanRule(min_queries=1, min_times_uniform=0.0, threshold=0.0)
@@ -122,7 +123,12 @@ def test_a_padded_batch_is_its_rows(name, side):
                 right = [alone[best[layer]].layers[place][layer] for layer in range(2)]
                 assert together.layers[place].to_list() == right
     assert "received_pad" not in together.layers.columns
-    kinds_ = {"received_bos", "received_text"} | (
+    # The first token of every row counts once, as a BOS or not.
+    assert together.events.filter(pl.col("token") == 0)["kind"].unique().sort().to_list() == [
+        "bos",
+        "first",
+    ]
+    kinds_ = {"received_first", "received_text"} | (
         {"received_special"} & set(together.layers.columns)
     )
     total = together.layers.select(pl.sum_horizontal(kinds_)).to_series()
@@ -172,35 +178,33 @@ def statistics(batch, heads, events, broken=(), keys=5):
     row, head = torch.tensor(events, dtype=torch.int64).reshape(-1, 2).T
     values = {name: torch.full((len(row),), 0.1) for name in EVENT_FIELDS}
     return CallStatistics(
+        codes=TokenLayout.uniform("patch", batch, keys).codes,
         by_kind=torch.eye(len(KINDS))[2]
         .expand(batch, heads, -1)
         .masked_fill(~finite[..., None], torch.nan),
         first=torch.full((batch, heads), 0.25).masked_fill(~finite, torch.nan),
         finite=finite,
-        batch=row,
-        head=head,
-        key=torch.zeros_like(row),
+        sinks=Keys(row, head, torch.zeros_like(row)),
         fields=values,
     )
 
 
 def call(part, stats, windows=1, name="attn"):
-    layout = TokenLayout.uniform("patch", stats.finite.shape[0], 5)
-    part.add_call(0, name, stats, layout, windows)
+    part.add_call(0, name, stats, windows)
     part.samples = stats.finite.shape[0] // windows
     return part
 
 
 def after(samples, part):
     """A part that follows `samples` others."""
-    total = Part(samples=samples)
+    total = SampleSums(samples=samples)
     total.append(part)
     return total
 
 
 def test_windows_of_a_sample():
     """Four windows for each of three samples: a sample is counted once, by its own number."""
-    part = call(Part(), statistics(12, 2, [(0, 0), (1, 0), (5, 0), (11, 1)]), windows=4)
+    part = call(SampleSums(), statistics(12, 2, [(0, 0), (1, 0), (5, 0), (11, 1)]), windows=4)
     tables = Tables(after(7, part), sw.Rules())
     events = tables.events()
     assert events.select("sample", "head").rows() == [(7, 0), (7, 0), (8, 0), (9, 1)]
@@ -212,7 +216,7 @@ def test_windows_of_a_sample():
 def test_a_sample_with_a_broken_window_is_left_out_whole():
     stats = statistics(6, 2, [(0, 0), (2, 0), (2, 1)], broken=[(1, 0)])
     stats.first[0] = 1.0
-    tables = Tables(call(Part(), stats, windows=2), sw.Rules())
+    tables = Tables(call(SampleSums(), stats, windows=2), sw.Rules())
     events = tables.events()
     assert events.select("sample", "head").rows() == [(1, 0), (1, 1)]
     heads = tables.heads(events)
@@ -225,9 +229,9 @@ def test_a_sample_with_a_broken_window_is_left_out_whole():
 
 def test_a_module_that_is_called_twice():
     """Two calls on the same samples: samples count once, events of both calls are kept."""
-    total = Part()
+    total = SampleSums()
     for _ in range(2):
-        part = call(Part(), statistics(3, 2, [(0, 0), (1, 0)]))
+        part = call(SampleSums(), statistics(3, 2, [(0, 0), (1, 0)]))
         total.append(call(part, statistics(3, 2, [(0, 0), (2, 0)], broken=[(1, 0), (2, 1)])))
     tables = Tables(total, sw.Rules())
     events = tables.events()
@@ -310,7 +314,7 @@ def test_what_is_not_finite_is_counted_and_left_out(dtype, size):
     kept = found.events.filter(pl.col("sample") != 2).with_columns(pl.col("sample").replace({3: 2}))
     same(kept, clean.events, 1e-6 if size == 4 else 1e-5)
     assert found.events.filter(pl.col("sample") == 2)["head"].to_list() == [0]
-    assert "1 of 12 head readings" in " ".join(found.verdict().evidence)
+    assert "1 of 12 attention maps" in " ".join(found.verdict().evidence)
     layers = found.layers.row(0, named=True)
     assert layers["nonfinite"] == 1
     for name, value in layers.items():
@@ -335,11 +339,11 @@ def test_a_model_that_is_all_nan():
 
 
 def test_extremes_skip_padding_in_the_middle():
-    part = call(Part(), statistics(2, 1, []))
+    part = call(SampleSums(), statistics(2, 1, []))
     x = torch.ones(2, 5, 3)
     real = torch.tensor([[True] * 5, [False, True, False, True, True]])
     x[1, 3, 2] = -7.0
-    part.add_stream(0, border(x, real), border(x, real), real, False)
+    part.add_block(0, residual_statistics(x, real), residual_statistics(x, real), real, False)
     row = Tables(part, sw.Rules()).layers().row(0, named=True)
     assert (row["token_norm_max_token"], row["largest_token"], row["largest_dim"]) == (1, 1, 2)
 
@@ -347,10 +351,10 @@ def test_extremes_skip_padding_in_the_middle():
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_extremes_are_finite(bad):
     """An Inf is no largest norm: the float's largest number would be an invention."""
-    part = call(Part(), statistics(2, 1, []))
+    part = call(SampleSums(), statistics(2, 1, []))
     x = torch.ones(2, 5, 3)
     x[0, 2, 1], x[1, 3, 2] = bad, -7.0
-    part.add_stream(0, border(x, None), border(x, None), None, False)
+    part.add_block(0, residual_statistics(x, None), residual_statistics(x, None), None, False)
     row = Tables(part, sw.Rules()).layers().row(0, named=True)
     assert row["token_norm_max"] == pytest.approx(51**0.5) and row["token_norm_max_token"] == 3
     assert row["largest_activation"] == 7.0

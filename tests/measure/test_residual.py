@@ -1,4 +1,4 @@
-"""The residual stream at a block's border: closed forms, loops, and where it is read."""
+"""The residual stream before and after a block: closed forms, loops, where it is measured."""
 
 import gc
 import math
@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import sinkwise as sw
-from sinkwise.measure.residual import StreamCache, border
+from sinkwise.measure.residual import ResidualCache, residual_statistics
 from tests.oracles.arrays import array
 from tests.planted import Planted, tokens
 
@@ -52,7 +52,9 @@ def test_against_loops(side, dtype, zero):
     if zero:
         x[:, -1 if side == "left" else 0] = 0
     real = padding(side)
-    found = border(x.masked_fill(~real[..., None], torch.nan), None if side == "none" else real)
+    found = residual_statistics(
+        x.masked_fill(~real[..., None], torch.nan), None if side == "none" else real
+    )
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     for b in range(BATCH):
         rows, places = array(x[b])[array(real[b])], array(real[b]).nonzero()[0]
@@ -92,39 +94,39 @@ def test_massive_activations(background, value, massive, side):
     x[~real] = 1e6  # nobody looks at padding
     token = 14 if side != "right" else 2
     x[2, token, 5] = value
-    found = border(x, None if side == "none" else real)
+    found = residual_statistics(x, None if side == "none" else real)
     assert found.massive.tolist() == [0, 0, massive]
     assert float(found.largest[2]) == abs(value)
     assert (int(found.largest_token[2]), int(found.largest_dim[2])) == (token, 5)
 
 
 def test_undefined_is_nan():
-    one = border(draw(2, 1, DIM), None)
+    one = residual_statistics(draw(2, 1, DIM), None)
     assert one.similarity.isnan().all() and not one.median.isnan().any()
     real = padding("none")
     real[1] = False
-    none = border(draw(BATCH, LENGTH, DIM), real)
+    none = residual_statistics(draw(BATCH, LENGTH, DIM), real)
     assert none.median[1].isnan() and none.similarity[1].isnan()
     assert not none.median[[0, 2]].isnan().any()
 
 
 def test_equal_and_opposite_tokens():
     x = draw(1, 1, DIM).expand(1, LENGTH, DIM).clone()
-    assert float(border(x, None).similarity) == pytest.approx(1.0, abs=1e-6)
+    assert float(residual_statistics(x, None).similarity) == pytest.approx(1.0, abs=1e-6)
     x[:, 1::2] *= -1  # 9 against 8: (1 - 17) / (17 * 16)
-    assert float(border(x, None).similarity) == pytest.approx(-1 / 17, abs=1e-6)
+    assert float(residual_statistics(x, None).similarity) == pytest.approx(-1 / 17, abs=1e-6)
 
 
-def test_a_border_is_measured_once_and_not_kept_alive():
-    cache, x = StreamCache(), draw(BATCH, LENGTH, DIM)
-    first = cache.border(x, None)
-    assert cache.border(x, None) is first
-    other = cache.border(draw(BATCH, LENGTH, DIM, seed=1), None)
-    assert other is not first and cache.border(x, None) is first
+def test_a_state_is_measured_once_and_not_kept_alive():
+    cache, x = ResidualCache(), draw(BATCH, LENGTH, DIM)
+    first = cache.statistics(x, None)
+    assert cache.statistics(x, None) is first
+    other = cache.statistics(draw(BATCH, LENGTH, DIM, seed=1), None)
+    assert other is not first and cache.statistics(x, None) is first
     x.mul_(2)  # changed in place: it is another state
-    assert torch.allclose(cache.border(x, None).norm, 2 * first.norm)
+    assert torch.allclose(cache.statistics(x, None).norm, 2 * first.norm)
     grid = draw(BATCH, 2, 3, DIM)  # [batch height width dim], as Swin has it
-    assert cache.border(grid, None).norm.shape == (BATCH, 6)
+    assert cache.statistics(grid, None).norm.shape == (BATCH, 6)
     alive = [ref() is not None for ref, *_ in cache._entries]
     del x, grid
     gc.collect()
@@ -148,7 +150,7 @@ def models():
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_stream_is_read_at_the_blocks(name):
+def test_the_residual_stream_is_measured_at_the_blocks(name):
     """Before and after block i are hidden_states i and i + 1, never what the final norm made."""
     model = models()[name].eval()
     ids = torch.randint(5, 97, (2, 11), generator=torch.Generator().manual_seed(1))

@@ -91,7 +91,7 @@ def test_a_finished_scan_is_read_back_and_removed(whole, tmp_path):
     model = Counting()
     identical(scan(model, parts=tmp_path / "parts", tell=lines.append), whole)
     assert model.runs == 0
-    assert lines == [f"going on: 5 of its batches are already in {tmp_path / 'parts'}/"]
+    assert lines == [f"resuming: 5 finished batches found in {tmp_path / 'parts'}/"]
     (tmp_path / "parts" / "notes.txt").write_text("mine")
     remove_parts(tmp_path / "parts")
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["notes.txt"]
@@ -151,7 +151,7 @@ def test_what_changed_starts_over(tmp_path, name):
     found = scan(model, parts=tmp_path, tell=lines.append, **change)
     assert model.runs == len(SIZES)
     identical(found, scan(changes()[name].get("model"), **change))
-    assert lines == [f"starting over, as {name} changed since the batches in {tmp_path}/"]
+    assert lines == [f"starting over: {name} changed since the batches in {tmp_path}/"]
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -188,7 +188,7 @@ def test_measured_weights_are_learned_again(tmp_path):
 def test_parts_of_another_basis_are_measured_again(tmp_path, monkeypatch):
     """A process that has learned other weights has measured otherwise."""
     with monkeypatch.context() as patch:
-        patch.setattr("sinkwise.scanning.observer.measured_sites", lambda *_: {})
+        patch.setattr("sinkwise.scanning.basis.measured_sites", lambda *_: {})
         sw.scan_share(
             Counting(kind=OddAttention), batches(), layout=LAYOUT, parts=tmp_path, shard=(1, 2)
         )
@@ -274,7 +274,7 @@ def test_the_command_goes_on(tmp_path):
     assert 7 <= kept < 61
     done = sinkwise(*options, "--out", "a", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = f"sinkwise: going on: {kept} of its batches are already in {tmp_path}/.a-parts/"
+    told = f"sinkwise: resuming: {kept} finished batches found in {tmp_path}/.a-parts/"
     assert [line for line in done.stderr.splitlines() if "sinkwise" in line] == [told]
     assert "probability of missing a given sink is at most 1e-06" in " ".join(done.stdout.split())
     assert not (tmp_path / ".a-parts").exists()

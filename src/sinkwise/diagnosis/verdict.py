@@ -1,4 +1,4 @@
-"""The verdict on a model: which mechanisms dominate where, and what answers them."""
+"""The verdict on a model: which mechanism dominates where, and what to do about it."""
 
 import math
 from dataclasses import dataclass
@@ -13,19 +13,22 @@ Prescription = Literal["none", "gate", "registers", "gate+registers"]
 ADVICE: dict[str, str] = {
     "none": "Leave the model as it is.",
     "gate": "Put a sigmoid gate on each head's output, after the weighted sum and before W_O: a "
-    "head with nothing to add can then close instead of looking at a null token.",
-    "registers": "Add register tokens: they carry what is broadcast, and no content token has to.",
-    "gate+registers": "Put a sigmoid gate on each head's output and add register tokens: gates "
-    "answer the heads that do nothing, registers the heads that broadcast; neither does the "
-    "other's work.",
+    "head with nothing to add can then close instead of attending to a null token.",
+    "registers": "Add register tokens to carry what is broadcast, so that no content token has to.",
+    "gate+registers": "Put a sigmoid gate on each head's output and add register tokens: gates are "
+    "for the heads that do nothing, registers for the heads that broadcast, and neither replaces "
+    "the other.",
 }
 """What each prescription means."""
 
 WORTH_SAYING = 0.15
-"""Mean attention to the first token that is mentioned even where no rule is met."""
+"""Mean attention to the first token that is worth a line even if it meets no event rule."""
 
 SHARED_BIN = 0.3
-"""Mean attention to all registers together that is mentioned even where none of them is a sink."""
+"""Mean attention to all registers together that is worth a line even if none of them is a sink."""
+
+MIN_TOKEN_SHARE = 0.05
+"""Share of all sinks from which a token is worth a line."""
 
 _VERDICTS = ("nop", "broadcast", "mixed", "unclassified")
 _WORDS = {"nop": "NOP"}
@@ -34,13 +37,14 @@ _DEPTHS = ("early", "middle", "deep")
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What to do about a model, and the findings that say so."""
+    """What to do about a model, and the findings behind it."""
 
     prescription: Prescription
     evidence: tuple[str, ...]
-    """One finding a line, in words with their figures."""
+    """One finding per line, in words and figures."""
     by_depth: pl.DataFrame
-    """One row a depth: heads, sink heads, heads of each verdict, the commonest kind of token."""
+    """One row per third of the depth: heads, heads with a sink, heads by verdict, the commonest
+    kind of sink."""
 
     @property
     def advice(self) -> str:
@@ -55,28 +59,30 @@ def judge(
     rule: ModelRule,
     other_rule: str | None = None,
 ) -> Verdict:
-    """Weigh the heads of a scan.
+    """The verdict from the frames of a scan.
 
-    Heads that do nothing by way of a sink ask for a gate, on whatever token; heads that broadcast
-    from a content token ask for registers, and those that broadcast from a register already have
-    what they need. One mechanism alone is answered from `rule.dominance` of these heads on.
+    Heads with a NOP sink need a gate, whatever token the sink is. Heads that broadcast from a
+    content token need registers; those that broadcast from a register have what they need. If one
+    mechanism has `rule.dominance` of these heads or more, only its remedy is prescribed.
+    `other_rule` names a less strict event rule to suggest.
     """
     depths = _by_depth(heads)
-    evidence = [_depth_line(row) for row in depths.iter_rows(named=True) if row["sinks"]]
+    single = int(heads["samples"].max() or 0) <= 1
+    evidence = [_depth_line(row, single) for row in depths.iter_rows(named=True) if row["sinks"]]
     sinks = heads.filter(pl.col("verdict") != "none")
     total = len(heads)
     nonfinite = int(heads["nonfinite"].sum())
     if nonfinite:
         evidence.append(
-            f"{nonfinite} of {int(heads['samples'].sum())} head readings hold NaN or Inf and were "
-            "left out."
+            f"{nonfinite} of {int(heads['samples'].sum())} attention maps contain NaN or Inf and "
+            "were left out."
         )
     if len(sinks) < max(1, rule.min_head_share * total):
-        evidence.insert(0, f"{len(sinks)} of {total} heads have a sink: nothing to answer.")
+        evidence.insert(0, f"{len(sinks)} of {total} heads have a sink: nothing to do.")
         evidence += _near_miss(layers, other_rule)
         evidence += _shared_bin(layers, sinks)
         return Verdict("none", tuple(evidence), depths)
-    evidence.insert(0, _summary(sinks, total))
+    evidence.insert(0, _summary(sinks, total, single))
     evidence += _token_lines(sinks, events)
     evidence += _shared_bin(layers, sinks)
     does_nothing = sinks.filter(pl.col("verdict").is_in(["nop", "mixed"]))
@@ -85,24 +91,26 @@ def judge(
     moved = len(broadcasts) - len(on_registers)
     if len(on_registers):
         evidence.append(
-            f"{len(on_registers)} of the broadcasting heads do so from a register already, which "
+            f"{len(on_registers)} of the broadcasting heads already do so from a register, which "
             "is what registers are for."
         )
     bins = does_nothing.filter(pl.col("kind") == "register")
     if len(bins):
-        evidence.append(f"{len(bins)} heads use a register as a bin: they ask for a gate.")
+        evidence.append(
+            f"{len(bins)} heads use a register as a bin for unused attention: they need a gate."
+        )
     if not len(does_nothing) and not moved:
         if not len(broadcasts):
             evidence.append(
                 "No sink shows the signature of either mechanism: value ratios lie between the "
-                "thresholds or the updates have more than one direction."
+                "thresholds, or the updates have more than one direction."
             )
         return Verdict("none", tuple(evidence), depths)
-    answered = len(does_nothing) + moved
+    treated = len(does_nothing) + moved
     prescription: Prescription = "gate+registers"
-    if len(does_nothing) / answered >= rule.dominance:
+    if len(does_nothing) / treated >= rule.dominance:
         prescription = "gate"
-    elif moved / answered >= rule.dominance:
+    elif moved / treated >= rule.dominance:
         prescription = "registers"
     return Verdict(prescription, tuple(evidence), depths)
 
@@ -110,8 +118,8 @@ def judge(
 def _by_depth(heads: pl.DataFrame) -> pl.DataFrame:
     """Heads by thirds of the layers."""
     layers = sorted(heads["layer"].unique().to_list())
-    place = {layer: _DEPTHS[3 * i // len(layers)] for i, layer in enumerate(layers)}
-    column = pl.col("layer").replace_strict(place, return_dtype=pl.String).alias("depth")
+    depth = {layer: _DEPTHS[3 * i // len(layers)] for i, layer in enumerate(layers)}
+    column = pl.col("layer").replace_strict(depth, return_dtype=pl.String).alias("depth")
     sink = pl.col("verdict") != "none"
     return (
         heads.with_columns(column)
@@ -130,16 +138,16 @@ def _by_depth(heads: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _depth_line(row: dict[str, Any]) -> str:
+def _depth_line(row: dict[str, Any], single: bool) -> str:
     parts = ", ".join(f"{row[name]} {_WORDS.get(name, name)}" for name in _VERDICTS if row[name])
     layers = f"layers {row['first']}-{row['last']}"
     if row["first"] == row["last"]:
         layers = f"layer {row['first']}"
+    often = "" if single else f", on {row['inputs']:.0%} of the inputs"
     ratio = "" if row["value_ratio"] is None else f", median value ratio {row['value_ratio']:.2f}"
     return (
-        f"{row['depth'].capitalize()} ({layers}): {row['sinks']} of {row['heads']} heads sink "
-        f"({parts}), mostly on {_named(row['kind'])}, on {row['inputs']:.0%} of the inputs"
-        f"{ratio}."
+        f"{row['depth'].capitalize()} ({layers}): {row['sinks']} of {row['heads']} heads have a "
+        f"sink ({parts}), mostly on {_named(row['kind'])}{often}{ratio}."
     )
 
 
@@ -147,31 +155,32 @@ def _named(kind: str | None) -> str:
     names = {
         "cls": "the class token",
         "bos": "the first token (BOS)",
+        "first": "the first token",
         "register": "registers",
         "patch": "patches",
-        "other": "unnamed tokens",
+        "other": "tokens of unknown kind",
     }
     return names.get(kind or "other", f"{kind} tokens")
 
 
-def _summary(sinks: pl.DataFrame, total: int) -> str:
+def _summary(sinks: pl.DataFrame, total: int, single: bool) -> str:
     counts = {name: int((sinks["verdict"] == name).sum()) for name in _VERDICTS}
     parts = ", ".join(f"{n} {_WORDS.get(name, name)}" for name, n in counts.items() if n)
+    found = f"{len(sinks)} of {total} heads ({len(sinks) / total:.0%}) have a sink: {parts}"
+    if single:
+        return f"{found}."
     inputs = float(sinks.select(pl.col("sink_share").median()).item())
     often = "every input" if inputs == 1 else f"at least {math.floor(100 * inputs)}% of the inputs"
-    return (
-        f"{len(sinks)} of {total} heads ({len(sinks) / total:.0%}) have a sink: {parts}; "
-        f"half of them on {often}."
-    )
+    return f"{found}; half of them on {often}."
 
 
 def _near_miss(layers: pl.DataFrame, other_rule: str | None) -> list[str]:
-    """Where the first token gets much attention that the event rule does not call a sink."""
+    """The layer where the first token receives most attention, if no event rule is met."""
     near = layers.filter(pl.col("received_first").fill_nan(None) >= WORTH_SAYING)
     if not len(near):
         return []
     row = near.sort("received_first", descending=True).row(0, named=True)
-    advice = f"; `--rule {other_rule}` asks for less" if other_rule else ""
+    advice = f" (the `{other_rule}` rule is less strict)" if other_rule else ""
     return [
         f"The first token receives {row['received_first']:.2f} of the attention in layer "
         f"{row['layer']}, which does not meet the event rule{advice}."
@@ -179,7 +188,7 @@ def _near_miss(layers: pl.DataFrame, other_rule: str | None) -> list[str]:
 
 
 def _shared_bin(layers: pl.DataFrame, sinks: pl.DataFrame) -> list[str]:
-    """Where registers share what one token would draw, so that the event rule sees none of it."""
+    """The layer where registers together receive most attention, if none of them is a sink."""
     if "received_register" not in layers.columns or (sinks["kind"] == "register").any():
         return []
     shared = layers.filter(pl.col("received_register").fill_nan(None) >= SHARED_BIN)
@@ -193,21 +202,21 @@ def _shared_bin(layers: pl.DataFrame, sinks: pl.DataFrame) -> list[str]:
 
 
 def _token_lines(sinks: pl.DataFrame, events: pl.DataFrame) -> list[str]:
-    """Who the sinks are: the commonest places, with their share of all events."""
+    """The commonest sinks, with their share of all events."""
     if not len(events):
         return []
-    places = (
+    tokens = (
         events.group_by("kind", "token")
         .agg(
             pl.len().alias("events"),
             (pl.col("mechanism") == "nop").sum().alias("nop"),
             (pl.col("mechanism") == "broadcast").sum().alias("broadcast"),
         )
-        .sort("events", descending=True)
+        .sort("events", "token", "kind", descending=[True, False, False])
     )
     lines = []
-    for row in places.head(2).iter_rows(named=True):
-        if row["events"] < 0.05 * len(events):
+    for row in tokens.head(2).iter_rows(named=True):
+        if row["events"] < MIN_TOKEN_SHARE * len(events):
             continue
         lines.append(
             f"Token {row['token']} ({row['kind']}) is {row['events'] / len(events):.0%} of all "
