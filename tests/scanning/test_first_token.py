@@ -95,13 +95,6 @@ def test_the_users_own_kinds_stay():
     assert set(sw.scan(Planted([[0]], causal=False), [x]).events["kind"]) == {"other"}
 
 
-def test_registers_before_the_first_token_stay_registers():
-    model = llama()
-    with sw.mitigated(model, sw.Registers(count=2)):
-        named = kinds_of(sw.scan(model, [{"input_ids": ids(1)}], rules=RULES))
-    assert [named[0, token] for token in range(4)] == ["register", "register", "text", "text"]
-
-
 def test_the_frames_and_the_verdict():
     """`received_first` has one meaning: the first token's attention, whatever its kind."""
     model, x = Planted([[0, None]]), tokens(3, 41, {0: [0]}, empty=[0])
