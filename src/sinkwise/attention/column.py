@@ -1,4 +1,4 @@
-"""A key's own column of the attention map, in O(N)."""
+"""Single columns of the attention map: the attention that one key receives, in O(N)."""
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -21,7 +21,7 @@ def columns(
     mask: AttentionMask = OPEN,
     softcap: float | None = None,
 ) -> Float[Tensor, "event query"]:
-    """A_is = exp(score_is - lse_i) of the named (sample, head, key), 0 where s is hidden."""
+    """A_is = exp(score_is - lse_i) of each given (sample, head, key); 0 where s is masked."""
     dtype = statistics_dtype(q)
     group = q.shape[1] // k.shape[1]
     keys = k[batch, head // group, key].to(dtype)
@@ -39,7 +39,7 @@ def columns(
 def column_of(
     tensor: Tensor, batch: Tensor, head: Tensor, key: Tensor, queries: int
 ) -> Shaped[Tensor, "event query"]:
-    """The named columns of a broadcastable [batch head query key] tensor."""
+    """The given columns of a broadcastable [batch head query key] tensor."""
     sizes = tensor.shape
     index = [
         part if size > 1 else torch.zeros_like(part)
@@ -55,7 +55,7 @@ def visible_column(
     key: Int[Tensor, " event"],
     queries: int,
 ) -> Bool[Tensor, "event query"]:
-    """Which queries can see each named key."""
+    """Which queries can see each given key."""
     query = mask.positions_of(range(queries), key.device)[None, :]
     visible = torch.ones(len(key), queries, dtype=torch.bool, device=key.device)
     if mask.causal:

@@ -1,4 +1,4 @@
-"""What a mask hides and adds, whole or one tile at a time."""
+"""Which keys a mask removes and what it adds to the scores, whole or per tile."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -8,7 +8,7 @@ from sinkwise.core.records import AttentionMask
 
 
 def is_hidden(additive: Float[Tensor, "..."]) -> Bool[Tensor, "..."]:
-    """True where an additive bias hides a key: -inf, or half the dtype's lowest value and below."""
+    """True where an additive bias masks a key: -inf, or at most half the dtype's lowest value."""
     return additive <= torch.finfo(additive.dtype).min / 2
 
 
@@ -32,7 +32,7 @@ def _part(tensor: Tensor, rows: range, keys: range) -> Tensor:
 
 
 def key_range(mask: AttentionMask, rows: range, num_keys: int) -> range:
-    """The keys that any of these queries can see by position (the rest needs no arithmetic)."""
+    """The keys that some of these queries can see by position; all others can be skipped."""
     if not mask.causal:
         return range(num_keys)
     first, last = mask.position_range(rows)
@@ -44,7 +44,7 @@ def key_range(mask: AttentionMask, rows: range, num_keys: int) -> range:
 
 
 def biased_keys(mask: AttentionMask, rows: range, keys: range) -> range:
-    """The last of `keys`, before which nothing is hidden from these queries and nothing added."""
+    """The end of `keys` that needs a bias: before it no key is masked and nothing is added."""
     plain = mask.causal and mask.window is None and mask.allowed is None and mask.additive is None
     if not plain:
         return keys
@@ -69,9 +69,9 @@ def visible_tile(
 def bias_tile(
     mask: AttentionMask, rows: range, keys: range, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "#batch #head #query #key"] | None:
-    """What to add to one tile of scores: the additive part, and -inf where hidden; None if nothing.
+    """The bias of one tile of scores: the additive mask, and -inf for masked keys; None if zero.
 
-    Tiles that lie wholly below a causal diagonal need no bias, which is most of them.
+    Most tiles need none: those that lie entirely below a causal diagonal.
     """
     first, last = mask.position_range(rows)
     below = mask.causal and keys.stop - 1 <= first
@@ -93,6 +93,6 @@ def bias_tile(
 def visibility(
     mask: AttentionMask, batch: int, head: int, query: int, key: int, device: torch.device | str
 ) -> Bool[Tensor, "batch head query key"]:
-    """The whole map of what is visible, for references and tests."""
+    """Visibility of every key to every query, for references and tests."""
     tile = visible_tile(mask, range(query), range(key), torch.device(device))
     return tile.expand(batch, head, query, key)

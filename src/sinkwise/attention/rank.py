@@ -1,4 +1,4 @@
-"""Rank of a head's update U = A v W_O^T, from small Gram matrices; never an N x dim matrix."""
+"""Rank of a head's update U = A v W_O^T from small Gram matrices, without an N x dim matrix."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from sinkwise.attention.tiles import statistics_dtype
 
 
 class UpdateSpectrum(NamedTuple):
-    """What the ranks of an update need."""
+    """The two moments of an update's spectrum that its ranks are computed from."""
 
     energy: Float[Tensor, " event"]
     """Squared Frobenius norm, the sum of the squared singular values."""
@@ -19,12 +19,12 @@ class UpdateSpectrum(NamedTuple):
 
     @property
     def stable_rank(self) -> Float[Tensor, " event"]:
-        """energy / top, 1 to the rank; 1 when every token gets the same direction. NaN for 0."""
+        """energy / top, 1 or more; 1 if all tokens get one direction. NaN for a zero update."""
         return self.energy / self.top
 
     @property
     def rank_one_energy(self) -> Float[Tensor, " event"]:
-        """top / energy, the share of the update that one direction carries, 0 to 1. NaN for 0."""
+        """top / energy, the share of the energy in one direction, 0 to 1. NaN for a zero update."""
         return self.top / self.energy
 
 
@@ -34,7 +34,8 @@ def output_root(
 ) -> Float[Tensor, "head value_dim value_dim"]:
     """R with R^T R = W_O^T diag(layer_scale)^2 W_O, so that |R v| = |layer_scale * W_O v|.
 
-    R is the triangle of a QR factorisation, computed in float64: small values keep their digits.
+    R is the triangular factor of a QR decomposition in float64, which keeps the digits of small
+    singular values.
     """
     weight = o.detach().to(torch.float64)
     if layer_scale is not None:

@@ -1,4 +1,4 @@
-"""Softmax attention with every option, written plainly: the spec that fast paths are tested by."""
+"""Softmax attention with every option, written plainly: the specification of all fast paths."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ __all__ = ["Attention", "attention", "visibility"]
 
 
 class Attention(NamedTuple):
-    """Result of one attention call."""
+    """Output, log-sum-exp and map of one attention call."""
 
     out: Float[Tensor, "batch head query value_dim"]
     lse: Float[Tensor, "batch head query"]

@@ -1,4 +1,4 @@
-"""The spectrum of a head's query-key interaction, and what chance would give."""
+"""The spectrum of a head's query-key interaction, and that of random weights."""
 
 from functools import lru_cache
 
@@ -12,12 +12,12 @@ def interaction_spectrum(
     k: Float[Tensor, "kv_head head_dim dim"],
     gain: Float[Tensor, " dim"] | None = None,
 ) -> Float[Tensor, "head head_dim"]:
-    """Singular values of Theta = diag(gain) W_Q W_K^T diag(gain), descending, a head at a time.
+    """Singular values of Theta = diag(gain) W_Q W_K^T diag(gain), per head, in descending order.
 
-    torch stores W transposed, so Theta is q[h].T @ k[h]. With the QR factors q.T = Q_q R_q and
-    k.T = Q_k R_k they are those of the small R_q R_k^T, right over nine decades in float64.
-    A dominant first value is one way to route hard to one token; rotary positions make this the
-    interaction at distance 0.
+    torch stores W transposed, so Theta is q[h].T @ k[h]. With q.T = Q_q R_q and k.T = Q_k R_k they
+    equal those of the small matrix R_q R_k^T, accurate over nine decades in float64. A dominant
+    first singular value lets one direction of the residual stream decide what the head attends to.
+    With rotary positions this is the interaction at distance 0.
     """
     left, right = q.detach().to(torch.float64), k.detach().to(torch.float64)
     if gain is not None:
@@ -33,13 +33,13 @@ def interaction_spectrum(
 
 
 def spike_share(values: Float[Tensor, "head head_dim"]) -> Float[Tensor, " head"]:
-    """sigma_1 / sum(sigma), 1/head_dim (flat) to 1 (rank one); NaN when all are 0."""
+    """sigma_1 / sum(sigma), 1/head_dim (flat) to 1 (rank one); NaN if all are 0."""
     return values[:, 0] / values.sum(dim=-1)
 
 
 @lru_cache(maxsize=256)
 def random_spike(head_dim: int, dim: int, draws: int = 8, seed: int = 0) -> float:
-    """Mean spike share of Gaussian W_Q and W_K of the same shape: what no training would give.
+    """Mean spike share of Gaussian W_Q and W_K of the same shape, as if there was no training.
 
     The share does not depend on the scale of the entries.
     """

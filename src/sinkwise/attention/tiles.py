@@ -1,4 +1,4 @@
-"""Scores of an attention call, one cache-sized tile at a time."""
+"""Scores of an attention call, in tiles that fit the CPU's cache."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,22 +11,22 @@ from sinkwise.attention.mask import bias_tile, biased_keys, key_range
 from sinkwise.core.records import AttentionMask
 
 TILE_SCORES = 2**18
-"""Scores in one tile and thread: 1 MiB of float32, which stays in a core's L2 cache."""
+"""Scores per tile and thread: 1 MiB of float32, which fits a core's L2 cache."""
 
 
 def statistics_dtype(tensor: Tensor) -> torch.dtype:
-    """float64 for float64 tensors, else float32, whatever the model computes in."""
+    """float64 for float64 tensors, else float32, whatever precision the model uses."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 class Tile(NamedTuple):
-    """Some heads' scores for some queries and keys. A pair is one key/value head of one sample."""
+    """Scores of some heads, queries and keys. A pair is one key/value head of one sample."""
 
     pairs: slice
     rows: slice
     cols: slice
     scores: Float[Tensor, "pair group row col"]
-    """Masked scores, less `shift` where one was given; a buffer the consumer may overwrite."""
+    """Masked scores, minus `shift` if given; a buffer that the consumer may overwrite."""
 
 
 def score_tiles(
@@ -38,10 +38,10 @@ def score_tiles(
     softcap: float | None,
     shift: Float[Tensor, "batch head query"] | None = None,
 ) -> Iterator[Tile]:
-    """Tiles of q k^T * scale (soft-capped, masked) - shift, keys that no query sees left out.
+    """Tiles of q k^T * scale (soft-capped, masked) - shift, without keys that no query sees.
 
-    Grouped heads share their keys without repeating them. Without a softcap the shift travels
-    through the product as one more column of q, so that it costs no pass over the scores.
+    The keys of grouped heads are not repeated. Without a softcap, the shift is one more column of
+    q, so that subtracting it takes no pass over the scores.
     """
     dtype = statistics_dtype(q)
     batch, heads, queries, width = q.shape
@@ -49,7 +49,7 @@ def score_tiles(
     group, pairs = heads // kv_heads, batch * kv_heads
     extra = int(shift is not None and softcap is None)
     rows_of_q = q.new_empty(batch, kv_heads, group, queries, width + extra, dtype=dtype)
-    # Widened before it is scaled: in half precision the product would lose bits.
+    # Cast before scaling: in half precision the product would lose bits.
     wide = q.to(dtype).reshape(*rows_of_q.shape[:4], width)
     torch.mul(wide, scale, out=rows_of_q[..., :width])
     cols_of_k = k.new_empty(batch, kv_heads, keys, width + extra, dtype=dtype)

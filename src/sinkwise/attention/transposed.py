@@ -1,4 +1,4 @@
-"""Received attention by the attention kernel itself, run on the transposed problem."""
+"""Received attention from the attention kernel itself, run on the transposed problem."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from sinkwise.attention.mask import bias_tile
 from sinkwise.core.records import AttentionMask
 
-KEYS_A_CHUNK = 1024
-"""Keys whose bias is built at once where the kernel's own causal mask does not fit."""
+KEYS_PER_CHUNK = 1024
+"""Keys per chunk of the bias that replaces the kernel's own causal mask."""
 
 
 def transposed_mass(
@@ -24,14 +24,13 @@ def transposed_mass(
 ) -> Float[Tensor, "batch head key"]:
     """sum_i exp(score_ij - shift_i), as the exponential of a kernel's log-sum-exp over queries.
 
-    Query <- [k, 1], key <- [q, -shift / scale]: scaled, their product is the shifted score,
-    transposed.
-    Square causal attention stays causal when both sequences are flipped. In half precision the
-    shift is split over three columns (it would lose bits that the exponential needs).
+    With query <- [k, 1] and key <- [q, -shift / scale], the scaled product is the shifted score,
+    transposed. Square causal attention stays causal if both sequences are flipped. In half
+    precision the shift is split over three columns, to keep the bits that the exponential needs.
     """
     kv_heads = k.shape[1]
     if q.shape[1] > kv_heads:
-        # One member of each group at a time: the keys are shared, not repeated.
+        # One head of each group at a time, so that the shared keys are not repeated.
         group = q.shape[1] // kv_heads
         parts = [
             transposed_mass(
@@ -47,7 +46,7 @@ def transposed_mass(
     queries, width = q.shape[2:]
     keys = k.shape[2]
     dtype = q.dtype
-    # A finite floor: -inf times the split's zeros, or minus itself, would be NaN.
+    # A finite floor: -inf times a zero of the split, or minus itself, would be NaN.
     floor = -30000.0 if dtype == torch.float16 else torch.finfo(dtype).min / 8
     columns = _split((-shift / scale).clamp(min=floor), dtype)
     pad = -(width + len(columns)) % 8
@@ -60,8 +59,8 @@ def transposed_mass(
         lse = kernel_lse(left.flip(2), right.flip(2), scale=scale, causal=True)
         return lse.flip(2).exp()
     chunks = []
-    for start in range(0, keys, KEYS_A_CHUNK):
-        cols = range(start, min(start + KEYS_A_CHUNK, keys))
+    for start in range(0, keys, KEYS_PER_CHUNK):
+        cols = range(start, min(start + KEYS_PER_CHUNK, keys))
         bias = bias_tile(mask, range(queries), cols, right.dtype, q.device)
         if bias is not None:
             bias = bias.mT.clamp(min=floor).expand(-1, -1, len(cols), queries)
@@ -71,7 +70,7 @@ def transposed_mass(
 
 
 def _member(mask: AttentionMask, member: int, group: int) -> AttentionMask:
-    """The mask of every group's member of that number."""
+    """The mask of head number `member` of every group."""
     allowed, additive = (
         t[:, member::group] if t is not None and t.shape[1] > 1 else t
         for t in (mask.allowed, mask.additive)
@@ -80,7 +79,7 @@ def _member(mask: AttentionMask, member: int, group: int) -> AttentionMask:
 
 
 def _split(values: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Tensors of `dtype` that sum to `values` almost exactly: one, or three in half precision."""
+    """Tensors of `dtype` with sum `values`, almost exactly: one, or three in half precision."""
     parts: list[Tensor] = []
     rest = values
     for _ in range(1 if dtype.itemsize >= 4 else 3):
@@ -106,7 +105,7 @@ def kernel_lse(
         lse = aten._scaled_dot_product_flash_attention(q, k, k, 0.0, causal, scale=scale)[1]
     else:
         if bias is not None:
-            # The kernel wants rows that start at multiples of 16 bytes.
+            # The kernel needs rows that start at multiples of 16 bytes.
             bias = F.pad(bias, (0, -k.shape[2] % 8))[..., : k.shape[2]]
             bias = bias.expand(q.shape[0], q.shape[1], -1, -1)
         run = aten._scaled_dot_product_efficient_attention

@@ -1,4 +1,4 @@
-"""The vocabulary of one attention call: its record, its mask, and the site it lives at."""
+"""The vocabulary of one attention call: its record, its mask, and the weights of its module."""
 
 from dataclasses import dataclass, field
 
@@ -9,28 +9,28 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionMask:
-    """Which keys a query may see, and what is added to its scores.
+    """Which keys each query may see, and what is added to the scores.
 
-    Every part that is set restricts further: key j is visible to query i when all agree.
+    Key j is visible to query i if every field that is set allows it.
     """
 
     causal: bool = False
-    """Query i sees key j when j <= its position."""
+    """Query i sees key j only if j <= the position of i."""
     offset: int = 0
-    """Position of query 0 among the keys: above 0 when a cache holds earlier keys, also where a
-    step's one query sees them all and the mask is open."""
+    """Position of query 0 among the keys: above 0 if a cache has earlier keys, even where the only
+    query of a step sees all of them and the mask is open."""
     positions: Int[Tensor, " query"] | None = None
-    """Position of each query among the keys, ascending; i + offset where not given."""
+    """Position of each query among the keys, in ascending order; None: i + offset."""
     window: int | None = None
     """A query sees the `window` most recent keys, its own position included; needs `causal`."""
     allowed: Bool[Tensor, "#batch #head #query #key"] | None = None
-    """True where the key may be seen."""
+    """True where the query may see the key."""
     additive: Float[Tensor, "#batch #head #query #key"] | None = None
-    """Added to the scaled (and soft-capped) scores; a key is hidden at -inf or the lowest value."""
+    """Added to the scaled (and soft-capped) scores; -inf or the lowest value masks a key."""
 
     def __post_init__(self) -> None:
         if self.window is not None and (not self.causal or self.window < 1):
-            raise ValueError(f"window={self.window} needs causal=True and a value of at least 1")
+            raise ValueError(f"window={self.window} must be at least 1, with causal=True")
 
     def position_range(self, rows: range) -> tuple[int, int]:
         """The first and the last position of some consecutive queries."""
@@ -46,7 +46,7 @@ class AttentionMask:
 
     @property
     def is_open(self) -> bool:
-        """True when every query sees every key with nothing added."""
+        """True if every query sees every key and nothing is added."""
         return not self.causal and self.allowed is None and self.additive is None
 
 
@@ -56,10 +56,10 @@ OPEN = AttentionMask()
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AttentionSite:
-    """The weights of one attention layer, a head at a time, whatever way the model stores them.
+    """The weights of one attention module per head, however the model stores them.
 
-    With x the layer's (normed) input as a row: q_h = x @ q[h].T, and the head's update before any
-    gate is u = layer_scale * (o[h] @ (A v)). Query head h reads key/value head h // group.
+    For the (normed) input row x: q_h = x @ q[h].T, and the head's update before any gate is
+    u = layer_scale * (o[h] @ (A v)). Query head h uses key/value head h // group.
     """
 
     name: str
@@ -69,47 +69,46 @@ class AttentionSite:
     v: Float[Tensor, "kv_head value_dim value_in"] | None
     o: Float[Tensor, "head out_dim value_dim"] | None
     layer_scale: Float[Tensor, " out_dim"] | None = None
-    """The learned factor on the layer's update, if any (LayerScale)."""
+    """The learned factor on the update, if any (LayerScale)."""
     input_gain: Float[Tensor, " dim"] | None = None
     """Gain of the norm before the projections, if any."""
     source: str = "layout"
-    """`layout` where a known layout named the weights, `jacobian` where they were measured."""
+    """`layout`: from a known layout of the weights; `jacobian`: measured."""
 
 
 @dataclass(eq=False, kw_only=True)
 class AttentionRecord:
-    """One attention call, alive only while the callback that receives it runs.
+    """One attention call; valid only while the callback that receives it runs.
 
     out = softmax(softcap(q k^T * scale) + mask | sink_logit) v, row = query.
     """
 
     layer: int
-    """Index of the block, counted over all blocks of the model that can hold attention."""
+    """Index of the block, counted over all blocks of the model that can contain attention."""
     name: str
     """Path of the module that called."""
     call: int = 0
-    """How often this module had called before in this forward pass (layers may be shared)."""
+    """Number of earlier calls of this module in this forward pass (layers may be shared)."""
     q: Float[Tensor, "batch head query head_dim"]
-    """Queries as used: after rotary positions and norms."""
+    """Queries as used in the scores: after rotary positions and norms."""
     k: Float[Tensor, "batch kv_head key head_dim"]
     v: Float[Tensor, "batch kv_head key value_dim"]
     out: Float[Tensor, "batch head query value_dim"]
-    """A v, a head at a time, before the output projection and before any gate."""
+    """A v per head, before the output projection and before any gate."""
     scale: float
     mask: AttentionMask = field(default=OPEN)
     softcap: float | None = None
-    """Scores pass through softcap * tanh(score / softcap) before the mask."""
+    """Scores become softcap * tanh(score / softcap) before the mask."""
     sink_logit: Float[Tensor, "#batch head #query"] | None = None
-    """A learned logit that joins the softmax's denominator and carries no value."""
+    """A learned logit in the denominator of the softmax, without a value."""
     lse: Float[Tensor, "batch head query"] | None = None
-    """Log-sum-exp of each query's scores, sink logit included; None where the kernel kept it."""
+    """Log-sum-exp of each query's scores, sink logit included; None if the kernel has none."""
     weights: Float[Tensor, "batch head query key"] | None = None
-    """The map itself, where the model built it anyway."""
+    """The attention map, if the model computes it anyway."""
     faithful: bool = True
-    """False where q, k, scale and mask do not tell the whole score (only `weights` does)."""
-    gate: Float[Tensor, "..."] | None = None
+    """False if q, k, scale and mask do not give the whole score; only `weights` is right then."""
     residual: Float[Tensor, "batch query dim"] | None = None
-    """The block's input, to which the update is added."""
+    """The input of the block, to which its update is added."""
     site: AttentionSite | None = None
 
     @property

@@ -14,50 +14,50 @@ from sinkwise.errors import InputError
 
 @dataclass(frozen=True)
 class EventRule(ABC):
-    """When a key of one head and sample is an attention sink.
+    """When a key is an attention sink of one head on one sample.
 
     Common to all rules: only keys that enough queries can see are judged, and a sink receives at
-    least `min_times_uniform` times what uniform attention under the same mask would give it, so
-    that uniform attention is never a sink.
+    least `min_times_uniform` times what uniform attention under the same mask would give it.
+    Uniform attention therefore never has a sink.
     """
 
     name: ClassVar[str]
     min_queries: int = 32
-    """Queries that must be able to see the key."""
+    """Minimum number of queries that can see the key."""
     min_times_uniform: float = 2.0
-    """Received attention over that of uniform attention, at least."""
+    """Minimum ratio of received attention to that of uniform attention."""
 
     @property
     @abstractmethod
     def floor(self) -> float:
-        """Received attention below this cannot be an event."""
+        """Received attention below this is never an event."""
 
     @abstractmethod
     def enough_queries(
-        self, count: Float[Tensor, "batch seen_head key"], queries: Float[Tensor, "batch 1 1"]
-    ) -> Bool[Tensor, "batch seen_head key"]:
-        """Which keys are seen by enough queries; `queries` counts all of a sample's."""
+        self, count: Float[Tensor, "batch mask_head key"], queries: Float[Tensor, "batch 1 1"]
+    ) -> Bool[Tensor, "batch mask_head key"]:
+        """Which keys enough queries can see; `queries` is the number of queries of each sample."""
 
     def candidates(
         self,
         received: Float[Tensor, "batch head key"],
-        count: Float[Tensor, "batch seen_head key"],
-        uniform: Float[Tensor, "batch seen_head key"],
+        count: Float[Tensor, "batch mask_head key"],
+        uniform: Float[Tensor, "batch mask_head key"],
         queries: Float[Tensor, "batch 1 1"],
     ) -> Bool[Tensor, "batch head key"]:
-        """Keys that may be events; `accept` decides with their columns."""
+        """Keys that may be events; `accept` decides from their columns of the map."""
         wanted = torch.clamp(self.min_times_uniform * uniform, min=self.floor)
-        # Sums of float32 shares: a head that gives a key everything may read 1 - 1e-7.
+        # Sums of float32: all attention of a head may add up to 1 - 1e-7.
         return (received >= wanted - 1e-6) & self.enough_queries(count, queries)
 
     @abstractmethod
     def accept(
         self, weights: Float[Tensor, "event query"], judged: Bool[Tensor, "event query"]
     ) -> Bool[Tensor, " event"]:
-        """Which candidates are events, from their columns over the queries that count."""
+        """Which candidates are events, from their columns over the judged queries."""
 
     def describe(self) -> dict[str, Any]:
-        """The rule with all its numbers, for reports."""
+        """Name and numbers of the rule, for reports."""
         return {"name": self.name, **asdict(self)}
 
 
@@ -69,7 +69,7 @@ def _share(hits: Tensor, judged: Tensor) -> Float[Tensor, " event"]:
 class RelaxedRule(EventRule):
     """At least `share` of the queries that see the key give it at least `attention`.
 
-    The default for attention that looks both ways. A key that every query sees is always judged.
+    The default for bidirectional attention. A key that every query sees is always judged.
     Reference: authors' code for "A Unifying View of Attention Sinks", 2026, arXiv 2606.08105.
     """
 
@@ -77,7 +77,7 @@ class RelaxedRule(EventRule):
     share: float = 0.9
     """Share of the queries, 0 to 1."""
     attention: float = 0.5
-    """Attention that each of them gives, 0 to 1."""
+    """Attention that each of them gives to the key, 0 to 1."""
 
     @property
     def floor(self) -> float:
@@ -121,7 +121,7 @@ class LiteralRule(EventRule):
 
     name: ClassVar[str] = "literal"
     epsilon: float = 0.3
-    """What may go elsewhere, 0 to 1."""
+    """Attention that may go to other keys, 0 to 1."""
 
     @property
     def floor(self) -> float:
@@ -136,21 +136,21 @@ class LiteralRule(EventRule):
 
 @dataclass(frozen=True)
 class MechanismRule:
-    """NOP when the sink's value is small beside the others', broadcast when it is not and the
-    head's update has one direction; else unclassified.
+    """NOP if the sink's value is small compared with those of other tokens; broadcast if it is not
+    and the head's update has a single direction; else unclassified.
 
-    Stable rank near 1 follows from any strong sink that has a value: it is a necessary sign of a
-    broadcast and no proof. Reference: "A Unifying View of Attention Sinks", 2026, arXiv 2606.08105.
+    Any strong sink with a value gives a stable rank near 1: it is necessary for a broadcast, but
+    does not prove one. Reference: "A Unifying View of Attention Sinks", 2026, arXiv 2606.08105.
     """
 
     nop_ratio: float = 0.2
-    """Value ratio at or below which a sink is an adaptive NOP."""
+    """Greatest value ratio of an adaptive NOP."""
     broadcast_ratio: float = 0.5
-    """Value ratio from which a sink can be a broadcast."""
+    """Least value ratio of a broadcast."""
     broadcast_rank: float = 1.5
-    """Stable rank up to which a sink can be a broadcast."""
+    """Greatest stable rank of a broadcast."""
     ratio: Literal["projected", "raw"] = "projected"
-    """Which value ratio counts; the raw one stands in where the output weights are not known."""
+    """Which value ratio is used; without known output weights it is always the raw one."""
 
     def classify(self) -> pl.Expr:
         """The mechanism of each row of an events frame."""
@@ -171,18 +171,18 @@ class MechanismRule:
 
 @dataclass(frozen=True)
 class HeadRule:
-    """What a head is called, from the share of its samples with a sink and their mechanisms."""
+    """The verdict on a head: from how many samples have a sink, and of which mechanism."""
 
     min_sink_share: float = 0.1
-    """Below this share of samples with an event a head has no sink to speak of."""
+    """Share of samples with a sink below which a head counts as having none."""
     majority: float = 2 / 3
-    """Share of its events that names a head's mechanism."""
+    """Share of a head's sinks with the same mechanism from which the head has that verdict."""
 
     def classify(self) -> pl.Expr:
         """The verdict of each row of a heads frame."""
         both = pl.col("nop_share") + pl.col("broadcast_share")
         return (
-            # Null where no sample could be read: no sink was seen there.
+            # Null where no sample was finite: no sink was seen there.
             pl.when(pl.col("sink_share").fill_null(0.0) < self.min_sink_share)
             .then(pl.lit("none"))
             .when(pl.col("nop_share") >= self.majority)
@@ -197,12 +197,12 @@ class HeadRule:
 
 @dataclass(frozen=True)
 class ModelRule:
-    """What to do about a model, from the verdicts of its heads."""
+    """What to do about a model, from the verdicts on its heads."""
 
     min_head_share: float = 0.02
-    """Below this share of heads with a sink the model is left alone."""
+    """Share of heads with a sink below which nothing is prescribed."""
     dominance: float = 0.8
-    """Share of the classified sink heads from which one mechanism alone is answered."""
+    """Share of the classified heads from which only the remedy of one mechanism is prescribed."""
 
 
 EVENT_RULES: dict[str, type[EventRule]] = {
@@ -213,12 +213,12 @@ EVENT_RULES: dict[str, type[EventRule]] = {
 
 @dataclass(frozen=True)
 class Rules:
-    """Everything that turns numbers into words; stored in every result."""
+    """All rules that turn numbers into verdicts; stored in every result."""
 
     causal: EventRule = MeanRule()
-    """Rule for calls whose queries see no later key."""
+    """Event rule of causal calls."""
     bidirectional: EventRule = RelaxedRule()
-    """Rule for all other calls."""
+    """Event rule of all other calls."""
     mechanism: MechanismRule = MechanismRule()
     head: HeadRule = HeadRule()
     model: ModelRule = ModelRule()
@@ -230,16 +230,16 @@ class Rules:
             return cls()
         if not isinstance(name, str):
             raise InputError(
-                f"rules={name!r} is a {type(name).__name__}; give a name or Rules(...)"
+                f"rules={name!r} is a {type(name).__name__} and must be a name or Rules(...)"
             )
         if name not in EVENT_RULES:
             known = ", ".join(["auto", *EVENT_RULES])
-            raise InputError(f"rule={name!r} is unknown; it is one of {known}")
+            raise InputError(f"rule={name!r} is unknown; give one of {known}")
         rule = EVENT_RULES[name]()
         return cls(causal=rule, bidirectional=rule)
 
     def describe(self) -> dict[str, Any]:
-        """All rules with all their numbers."""
+        """All rules with their numbers."""
         return {
             "causal": self.causal.describe(),
             "bidirectional": self.bidirectional.describe(),

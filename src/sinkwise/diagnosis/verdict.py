@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import polars as pl
 
-from sinkwise.diagnosis.rules import ModelRule
+from sinkwise.diagnosis.rules import MeanRule, ModelRule
 
 Prescription = Literal["none", "gate", "registers", "gate+registers"]
 
@@ -21,10 +21,10 @@ ADVICE: dict[str, str] = {
 }
 """What each prescription means."""
 
-WORTH_SAYING = 0.15
+NEAR_MISS = 0.15
 """Mean attention to the first token that is worth a line even if it meets no event rule."""
 
-SHARED_BIN = 0.3
+SHARED_BIN = MeanRule.threshold
 """Mean attention to all registers together that is worth a line even if none of them is a sink."""
 
 MIN_TOKEN_SHARE = 0.05
@@ -67,7 +67,7 @@ def judge(
     `other_rule` names a less strict event rule to suggest.
     """
     depths = _by_depth(heads)
-    single = int(heads["samples"].max() or 0) <= 1
+    single = bool((heads["samples"] <= 1).all())
     evidence = [_depth_line(row, single) for row in depths.iter_rows(named=True) if row["sinks"]]
     sinks = heads.filter(pl.col("verdict") != "none")
     total = len(heads)
@@ -176,7 +176,7 @@ def _summary(sinks: pl.DataFrame, total: int, single: bool) -> str:
 
 def _near_miss(layers: pl.DataFrame, other_rule: str | None) -> list[str]:
     """The layer where the first token receives most attention, if no event rule is met."""
-    near = layers.filter(pl.col("received_first").fill_nan(None) >= WORTH_SAYING)
+    near = layers.filter(pl.col("received_first").fill_nan(None) >= NEAR_MISS)
     if not len(near):
         return []
     row = near.sort("received_first", descending=True).row(0, named=True)

@@ -17,7 +17,7 @@ from sinkwise.errors import InputError
 FRAMES = ("events", "heads", "layers")
 
 FORMAT = 1
-"""Version of the files of a saved scan; a scan without one is read as version 1, which it is."""
+"""Version of the files of a saved scan; the first ones did not state it and are version 1 too."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,8 @@ The way of a batch from the iterable to events.parquet:
 5. `assemble` lays the total out as frames (measure/frames); `Scan.save` writes them.
 
 What all batches are measured by (`Basis`) comes from the first sample: the process that measures
-the first batch learns it there, any other reads it from the store or looks at the first sample.
+the first batch learns it there; any other process reads it from the store, or runs the model on
+the first sample.
 """
 
 from collections.abc import Callable, Iterator, Mapping

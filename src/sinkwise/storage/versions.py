@@ -1,4 +1,4 @@
-"""Versions of what produced a result."""
+"""Versions of the software that produced a result."""
 
 import importlib.metadata
 import platform
@@ -7,7 +7,7 @@ PACKAGES = ("sinkwise", "torch", "transformers", "timm", "polars", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Version of Python and of each package that is installed."""
+    """Versions of Python and of the installed packages among `PACKAGES`."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
