@@ -1,9 +1,9 @@
-"""Transformers whose sinks are set by hand: every weight is known, so every statistic is too.
+"""Transformers with sinks set by hand: all weights are known, and so is every statistic.
 
-The residual stream of a token is [1 | markers | payload | scratch]. A head looks for one marker:
-its query reads the constant 1, its key reads the markers, so a marked token scores `gain` with
-every query and any other token 0. Values read the payload; updates go to the scratch, which no head
-reads: every layer sees the same markers and payloads.
+The residual stream of a token is [1 | markers | payload | scratch]. A head attends to one marker:
+its query depends on the constant 1, its keys on the markers, so a marked token scores `gain` with
+every query and any other token 0. Values are the payload; updates go to the scratch, which no
+head uses: every layer gets the same markers and payloads.
 """
 
 import math
@@ -22,7 +22,7 @@ GAIN = 12.0
 
 
 class PlantedAttention(nn.Module):
-    """`targets[h]` is the marker that head h looks for, or None for uniform attention."""
+    """`targets[h]` is the marker that head h attends to, or None for uniform attention."""
 
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -74,13 +74,13 @@ class PlantedAttention(nn.Module):
 
 
 class OddAttention(PlantedAttention):
-    """The same, by names that no layout knows."""
+    """The same with parameter names that no layout knows."""
 
     names = ("alpha", "beta", "delta", "omega")
 
 
 class SquashedAttention(OddAttention):
-    """Its output is no linear image of the heads: nobody can know W_O."""
+    """Its output is not linear in the heads: W_O cannot be known."""
 
     def forward(self, x):
         return torch.tanh(super().forward(x))
@@ -169,7 +169,7 @@ def expected(length, sinks, token, *, causal, gain=GAIN):
 
 
 def value_ratios(model, x, layer, head, token):
-    """(projected, raw) of each sample, in float64 from the weights as they were planted."""
+    """(projected, raw) of each sample, in float64 from the planted weights."""
     attention = model.layers[layer].attn
     kv = head // (attention.num_heads // attention.num_kv_heads)
     v, o = (getattr(attention, attention.names[i]).weight.detach().double() for i in (2, 3))

@@ -1,4 +1,4 @@
-"""Small models with sinks on disk, and what makes two scans the same to the last bit."""
+"""Small models with sinks on disk, and a comparison of two scans bit for bit."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ ENVIRONMENT = command.ENVIRONMENT
 
 
 def identical(one, other):
-    """Frames equal to the last bit, in the same order, and meta as the same text."""
+    """Frames are equal bit for bit and in order, and so is the text of meta."""
     for name in FRAMES:
         a, b = getattr(one, name), getattr(other, name)
         assert a.schema == b.schema and a.equals(b, null_equal=True), name
@@ -30,7 +30,7 @@ def identical(one, other):
 
 
 def models(root):
-    """A text model, a vision model, a text and five pictures, all in `root`."""
+    """A text model, a vision model, a text and five images, all in `root`."""
     torch.manual_seed(0)
     tokenizer = word_tokenizer(WORDS)
     text = GPT2LMHeadModel(
@@ -72,7 +72,7 @@ def models(root):
 
 
 def pictures(folder, number):
-    """Pictures of random blocks."""
+    """Images of random blocks."""
     folder.mkdir()
     random = torch.Generator().manual_seed(0)
     for index in range(number):

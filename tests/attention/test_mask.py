@@ -1,4 +1,4 @@
-"""Which keys of a tile need a bias: all that the whole bias touches, and none before."""
+"""Which keys of a tile need a bias: all that the full bias changes, and none before."""
 
 import torch
 from hypothesis import given

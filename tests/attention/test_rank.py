@@ -119,7 +119,7 @@ def test_small_layer_scale_keeps_its_ratio(size):
 
 
 def test_one_source_is_rank_one():
-    """All queries read one key: every row of U is the same multiple, stable rank 1."""
+    """All queries attend to one key: all rows of U are equal, stable rank 1."""
     weights = torch.zeros(1, QUERY, KEY, dtype=torch.float64)
     weights[0, :, 4] = torch.linspace(0.1, 1, QUERY, dtype=torch.float64)
     _, v, _, o, gamma, _ = problem(event=1)

@@ -259,7 +259,7 @@ def test_key_that_nobody_sees_has_no_mean():
 
 
 def test_uniform_counts_all_visible_keys():
-    """The padded query is left out of the mean; the keys that the others see all count."""
+    """The padded query is excluded from the mean; all keys that the others see count."""
     counted = torch.tensor([[True, True, False]])
     result = visibility_counts(OPEN, (1, 3, 4), counted, CPU)
     assert result.count[0, 0].tolist() == [2, 2, 2, 2]

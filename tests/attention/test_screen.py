@@ -1,4 +1,4 @@
-"""Screening: estimates against the whole map, and the promise about what is missed."""
+"""Screening: estimates against the full map, and the bound on the probability of a miss."""
 
 import math
 
@@ -17,7 +17,7 @@ BATCH, HEADS, KV_HEADS, WIDTH = 2, 6, 3, 5
 
 
 class EvenAttention(PlantedAttention):
-    """Keys as wide as values: torch's fused kernel, which alone gives a log-sum-exp, wants that."""
+    """Keys as wide as values, as torch's fused kernel needs, which returns the log-sum-exp."""
 
     def forward(self, x):
         q, k, v = (getattr(self, name)(x) for name in self.names[:3])
@@ -93,7 +93,7 @@ def test_queries_that_see_a_key_are_counted_right() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sink_is_missed_no_more_often_than_promised(causal: bool) -> None:
-    """The worst case for a sample: a third of the queries give the key all, the others nothing."""
+    """The worst case for sampling: a third of the queries give the key all, the rest nothing."""
     length, miss, threshold = 211, 0.05, 0.3
     share = 0.34
     q = torch.zeros(1, 1, length, 2, dtype=torch.float64)
@@ -119,7 +119,7 @@ def test_a_sink_is_missed_no_more_often_than_promised(causal: bool) -> None:
 
 
 def test_the_margin_at_the_default_sample() -> None:
-    """README's promise: a sink that takes 0.3 is missed with probability below 1e-6."""
+    """A sink that receives 0.3 is missed with a probability below 1e-6."""
     for length, causal in ((4096, True), (1370, False), (65536, True)):
         sample = Screen().sample(length, causal)
         assert isinstance(sample, QuerySample)

@@ -1,4 +1,4 @@
-"""Pictures of every kind, against torchvision's own resize and crop."""
+"""Images of every mode, against torchvision's own resize and crop."""
 
 from types import SimpleNamespace
 

@@ -55,7 +55,7 @@ def bpe(kind):
 
 
 def words(*, around=True):
-    """BERT's manner: a word a token, between [CLS] and [SEP]."""
+    """As BERT: one token per word, between [CLS] and [SEP]."""
     vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "word": 3, "a": 4, "b": 5}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -89,7 +89,7 @@ def test_windows_are_the_start_of_the_whole_tokenization(
 
 
 def test_the_comparison_can_fail(tmp_path, monkeypatch):
-    """A cut at any place, not between words, gives other tokens."""
+    """A cut that is not between words gives other tokens."""
     monkeypatch.setattr(module, "PIECE_CHARACTERS", 7)
     monkeypatch.setattr(module, "_cut", len)
     file = tmp_path / "text.txt"
@@ -155,7 +155,7 @@ def test_text_without_white_space_is_cut_all_the_same(tmp_path, monkeypatch):
 
 
 def test_a_cut_loses_no_line_break(tmp_path, monkeypatch):
-    """Only a space may be left out at a cut, for tokenizers that add one of their own."""
+    """Only a space may be dropped at a cut, for tokenizers that add their own."""
     monkeypatch.setattr(module, "PIECE_CHARACTERS", 64)
     file = tmp_path / "text.txt"
     file.write_text("alpha\n" * 40)

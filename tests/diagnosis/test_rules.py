@@ -50,7 +50,7 @@ def maps(draw):
 
 
 def found(rule, weights, mask, counted):
-    """Events by the library's rule, from the map itself."""
+    """Events by the library's rule, computed from the map itself."""
     batch, heads, length, _ = weights.shape
     empty = torch.zeros(batch, heads, length, 1, dtype=torch.float64)
     record = AttentionRecord(
@@ -138,7 +138,7 @@ def test_thresholds(rule, values, event):
 
 
 def test_excess_guards_causal_uniform_attention():
-    """Key 0 gets 0.34 of 8 queries by doing nothing."""
+    """Uniform causal attention of 8 queries gives key 0 a mean of 0.34."""
     weights = np.tril(np.ones((8, 8))) / np.arange(1, 9)[:, None]
     mask = AttentionMask(causal=True)
     counted = np.ones((1, 8), bool)

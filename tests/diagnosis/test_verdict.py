@@ -1,4 +1,4 @@
-"""The verdict on hand-made frames: every figure in its words is a figure of the frames."""
+"""The verdict on hand-made frames: every figure in its text is one of the frames."""
 
 import re
 
@@ -13,7 +13,7 @@ NOP, BROADCAST, MIXED, OTHER, NONE = "nop", "broadcast", "mixed", "unclassified"
 
 
 def heads(layers, kind="patch", **columns):
-    """One row a head: `layers` lists the verdicts of each layer's heads, or (verdict, kind)."""
+    """One row per head: `layers` lists the verdicts of each layer's heads, or (verdict, kind)."""
     rows = []
     for layer, verdicts in (
         layers if isinstance(layers, dict) else dict(enumerate(layers))
@@ -208,21 +208,21 @@ def test_registers_in_words():
     assert [numbers(line) for line in text if "bin" in line] == [[2]]
 
 
-def test_what_could_not_be_read_is_said():
+def test_maps_that_are_not_finite_are_reported():
     frame = heads([[NOP, NOP, NONE]], nonfinite=[3, 0, 8])
     line = next(line for line in verdict(frame).evidence if "NaN" in line)
     assert numbers(line) == [11, 24]
     assert not [line for line in verdict(heads([[NOP]])).evidence if "NaN" in line]
 
 
-def test_no_signature_is_said():
+def test_a_missing_signature_is_reported():
     assert "neither" not in " ".join(verdict(heads([[NOP, OTHER]])).evidence)
     found = verdict(heads([[OTHER] * 3]))
     assert any("No sink shows the signature" in line for line in found.evidence)
 
 
 @pytest.mark.parametrize("first", [(0.1, 0.4, 0.2), (float("nan"), 0.4, 0.2)])
-def test_a_near_miss_is_said(first):
+def test_a_near_miss_is_reported(first):
     """Much attention to the first token that no rule calls a sink; NaN layers do not hide it."""
     found = verdict(heads([[NONE]] * 3), first=first)
     assert found.prescription == "none"
@@ -234,7 +234,7 @@ def test_a_near_miss_is_said(first):
         assert len(verdict(heads([[NONE]]), first=quiet).evidence) == 1
 
 
-def test_a_bin_that_registers_share_is_said():
+def test_a_bin_that_registers_share_is_reported():
     """Four registers with a tenth of the attention each are one sink that no rule sees."""
 
     def lines(frame, received):
@@ -265,7 +265,7 @@ def test_how_often_half_of_the_sinks_are_there(shares, words):
 
 
 def test_a_single_sample_is_described_without_shares_of_the_inputs():
-    """Of one input there is no share: every sink would be "on 100% of the inputs"."""
+    """A share of a single input would always be 100%."""
     one = heads([[NOP, NONE], [BROADCAST, OTHER]], kind="first", samples=[1] * 4)
     one = one.with_columns(sink_share=pl.Series([1.0, 0.0, 1.0, 1.0]))
     assert verdict(one).evidence[:3] == (

@@ -1,4 +1,4 @@
-"""What one attention call tells, against float64 loops over its explicit map."""
+"""The statistics of one attention call against float64 loops over its explicit map."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ OPTIONS = {
 
 
 def planted(seed=0, dtype=torch.float32, sinks=(0, 3), **options):
-    """A case whose first keys draw much attention, more or less of it head by head."""
+    """A case whose first keys receive much attention, to a degree that differs between heads."""
     case = make(**{"query": 37, "dtype": torch.float64, "seed": seed, **options})
     random = torch.Generator().manual_seed(seed + 1)
     batch, kv_heads, _, width = case.k.shape
@@ -242,7 +242,7 @@ def test_uniform_attention_has_no_excess():
 
 
 def test_a_causal_mask_is_known_by_what_it_hides():
-    """`auto` judges by the mean where queries see no later key, whatever form the mask has."""
+    """`auto` uses the mean rule if queries see no later key, whatever the form of the mask."""
     case = planted(0, causal=True)
     right = oracle(case, record_of(case), "mean")
     triangle = torch.ones(37, 37, dtype=torch.bool).tril()[None, None]
@@ -257,7 +257,7 @@ def test_a_causal_mask_is_known_by_what_it_hides():
 
 
 def test_one_short_sample_does_not_choose_the_rule():
-    """A sample of one token sees nothing earlier; its neighbours are causal all the same."""
+    """A sample of one token cannot show causality; the others of its batch do."""
     case = planted(0, causal=True, batch=3)
     real = torch.ones(3, 37, dtype=torch.bool)
     real[0, 1:] = False
@@ -374,8 +374,8 @@ def test_all_padding_is_undefined_not_zero():
 
 
 @pytest.mark.parametrize("sink", [0, 2])
-def test_who_sees_whom_from_the_map_alone(sink):
-    """A causal map that nobody could follow, its sink so strong that the rest underflows."""
+def test_visibility_from_the_map_alone(sink):
+    """A causal map without its scores, and a sink so strong that all other weights underflow."""
     weights = torch.zeros(2, 3, 37, 37)
     weights[:, :, range(sink), range(sink)] = 1.0
     weights[:, :, sink:, sink] = 1.0

@@ -23,12 +23,12 @@ from tests.planted import Planted, PlantedAttention, PlantedBlock, kinds, tokens
 
 EVERYTHING = sw.MeanRule(min_queries=1, min_times_uniform=0.0, threshold=0.0)
 ALL = replace(sw.Rules(), causal=EVERYTHING, bidirectional=EVERYTHING)
-"""Every token that anybody sees is an event: every number can be compared."""
+"""Every visible token is an event, so that every number can be compared."""
 MEANS = ("received_", "token_norm_median", "token_norm_first", "similarity_")
 
 
 def same(one, other, tolerance=1e-6):
-    """Counts and words are equal, numbers to `tolerance`."""
+    """Counts and words are equal, floats up to `tolerance`."""
     assert one.schema == other.schema and len(one) == len(other)
     floats = [name for name, kind in one.schema.items() if kind.is_float()]
     assert one.drop(floats).equals(other.drop(floats))
@@ -39,7 +39,7 @@ def same(one, other, tolerance=1e-6):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_batches_do_not_matter(size):
-    """One by one, in pairs, unevenly or at once: the same frames."""
+    """One by one, in pairs, in uneven batches or all at once: equal frames."""
     model = Planted([[0, 1, None, 3], [1, 3, 0, None]], kv_heads=2)
     x = tokens(7, 71, {0: [0], 1: [5], 3: [2]}, empty=[0, (1, 2), (5, 2)])
     layout = kinds("bos", rest="text")
@@ -196,14 +196,14 @@ def call(part, stats, windows=1, name="attn"):
 
 
 def after(samples, part):
-    """A part that follows `samples` others."""
+    """The sums after `samples` earlier samples."""
     total = SampleSums(samples=samples)
     total.append(part)
     return total
 
 
 def test_windows_of_a_sample():
-    """Four windows for each of three samples: a sample is counted once, by its own number."""
+    """Four windows for each of three samples: a sample counts once, with its own index."""
     part = call(SampleSums(), statistics(12, 2, [(0, 0), (1, 0), (5, 0), (11, 1)]), windows=4)
     tables = Tables(after(7, part), sw.Rules())
     events = tables.events()
@@ -350,7 +350,7 @@ def test_extremes_skip_padding_in_the_middle():
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_extremes_are_finite(bad):
-    """An Inf is no largest norm: the float's largest number would be an invention."""
+    """Inf is not a largest norm, and neither is the largest float."""
     part = call(SampleSums(), statistics(2, 1, []))
     x = torch.ones(2, 5, 3)
     x[0, 2, 1], x[1, 3, 2] = bad, -7.0

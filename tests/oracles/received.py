@@ -17,7 +17,7 @@ class Received(NamedTuple):
     received: np.ndarray
     """mass / seen; NaN where no counted query sees j."""
     uniform: np.ndarray
-    """What uniform attention would give: mean over counted i that see j of 1 / keys that i sees."""
+    """Under uniform attention: the mean over counted i that see j of 1 / (keys that i sees)."""
 
 
 def received(weights, visible, counted=None):

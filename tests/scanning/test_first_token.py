@@ -1,4 +1,4 @@
-"""The kind of position 0: `first` where attention is causal and the token is no BOS."""
+"""The kind of position 0: `first` if attention is causal and the token is not BOS."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def ids(rows=2, bos=()):
 
 
 def kinds_of(scan):
-    """{(sample, token): kind}, which all layers and heads share."""
+    """{(sample, token): kind}, the same in all layers and heads."""
     rows = scan.events.select("sample", "token", "kind").unique().rows()
     named = {(sample, token): kind for sample, token, kind in rows}
     assert len(named) == len(rows)
@@ -76,7 +76,7 @@ def test_an_encoder_keeps_its_kinds():
 
 
 def test_a_decoders_first_token():
-    """Of an encoder-decoder's decoder, the layout knows no token, and the mask knows the first."""
+    """The layout does not describe a decoder's tokens; its causal mask shows the first one."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "d_model": 24, "d_kv": 6, "d_ff": 31, "num_heads": 4}
     model = transformers.T5Model(transformers.T5Config(**sizes, num_layers=1))

@@ -1,4 +1,4 @@
-"""A scan of models whose sinks were planted: every verdict, token and number is known before."""
+"""Scans of models with planted sinks: every verdict, token and number is known beforehand."""
 
 import itertools
 from dataclasses import replace
@@ -25,7 +25,7 @@ NOP, BROADCAST, ANY = 0, 1, 2
 
 
 def plan(causal, length):
-    """(targets of each layer, marks, tokens without payload, {(layer, head): what is right}).
+    """(targets of each layer, marks, tokens without payload, mechanism of each marker's sinks).
 
     Causal sinks must be seen by 32 queries: at 33 tokens only the first two are.
     """
@@ -102,7 +102,7 @@ def test_planted_heads_are_all_found(length, causal, kv_heads, seed):
         assert summary["verdict"] == verdict_of(everything)
         assert summary["token"] == sinks[0]
         assert summary["nop_share"] == pytest.approx(everything.count("nop") / len(everything))
-        # Theta reads the constant 1 and one marker: its rank is one.
+        # Theta depends on the constant 1 and one marker only: its rank is one.
         assert summary["spike"] == pytest.approx(1.0, abs=1e-6)
         assert summary["spike_random"] < 0.5
     assert rows == len(found.events)
@@ -157,7 +157,7 @@ def test_eager_and_fused_attention_agree():
 
 
 def same(one, other, tolerance=0.0, names=True):
-    """Counts and words are equal, numbers to `tolerance`."""
+    """Counts and words are equal, floats up to `tolerance`."""
     for frame in ("events", "heads", "layers"):
         a, b = getattr(one, frame), getattr(other, frame)
         if not names:
@@ -188,7 +188,7 @@ def test_thresholds_are_used():
 
 
 def test_unknown_weights_are_measured():
-    """Attention by unusual names goes through the Jacobian and gives what the true weights give."""
+    """Attention with unusual parameter names is measured by its Jacobian, with equal results."""
     layers, marks, empty, _ = plan(True, 128)
     x = tokens(4, 128, marks, empty=empty)
     known = sw.scan(Planted(layers, kv_heads=2), [x[:2], x[2:]])
@@ -214,7 +214,7 @@ def test_without_output_weights_the_raw_ratio_decides():
 
 
 def test_value_ratio_is_of_what_is_written():
-    """A sink whose value the output projection deletes is a NOP, though its value is as large."""
+    """A sink whose value the output projection removes is a NOP, however large the value is."""
     model = Planted([[1]])
     x = tokens(3, 67, {1: [5]})
     attention = model.layers[0].attn
@@ -231,8 +231,8 @@ def test_value_ratio_is_of_what_is_written():
     assert sw.scan(model, [x], rules=raw).heads["verdict"].to_list() == ["broadcast"]
 
 
-class Unfollowed(PlantedAttention):
-    """What it does to its scores cannot be followed; only the map itself tells."""
+class Untracked(PlantedAttention):
+    """Its scores cannot be tracked to the softmax: only the map itself is known."""
 
     def forward(self, x):
         batch, length, _ = x.shape
@@ -245,9 +245,9 @@ class Unfollowed(PlantedAttention):
 
 @pytest.mark.parametrize("gain", [3.0, 40.0])
 @pytest.mark.parametrize("token", [0, 2])
-def test_attention_whose_scores_cannot_be_followed(gain, token):
-    """At a gain of 40 all other weights underflow to 0: they are not hidden for that."""
-    model = Planted([[1, 1]], kind=Unfollowed, causal=False, gain=gain)
+def test_attention_whose_scores_cannot_be_tracked(gain, token):
+    """At a gain of 40 all other weights underflow to 0, but those keys are not masked."""
+    model = Planted([[1, 1]], kind=Untracked, causal=False, gain=gain)
     found = sw.scan(model, [tokens(2, 53, {1: [token]})])
     right = expected(53, [token], token, causal=False, gain=gain * gain)
     assert found.events["token"].to_list() == [token] * 4

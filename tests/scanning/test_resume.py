@@ -1,4 +1,4 @@
-"""A scan that was stopped goes on, and ends with what one that was not would have given."""
+"""An interrupted scan resumes, and gives the same result bit for bit as one without a break."""
 
 import json
 import os
@@ -22,17 +22,17 @@ from tests.scans import COMMAND, ENVIRONMENT, identical, models, sinkwise
 
 LAYOUT = kinds("bos", rest="text")
 SIZES = [1, 3, 1, 2, 1]
-"""Samples of each batch: five batches, none like its neighbours."""
+"""Samples of each batch: five batches of unequal sizes."""
 
 
 def batches():
     x = tokens(sum(SIZES), 41, {0: [0], 1: [5], 3: [2]}, empty=[0, (1, 2), (5, 2)])
-    x[4, 20, -1] = torch.nan  # a sample that cannot be read
+    x[4, 20, -1] = torch.nan  # a sample that is left out
     return list(x.split(SIZES))
 
 
 class Counting(Planted):
-    """Counts the batches that it is run over, and can fail at one."""
+    """Counts its forward passes."""
 
     def __init__(self, layers=((0, 1, None, 3), (1, 3, 0, None)), **options):
         super().__init__([list(targets) for targets in layers], **options)
@@ -55,12 +55,12 @@ def whole():
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """In place of the end of the process."""
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_killed_at_any_write(whole, tmp_path, monkeypatch, half):
-    """Before any file is written, and, worse than can happen, with half of it in its place."""
+    """Before any file is written and, worse than can happen, with half of it written."""
     write = store.write_bytes
     for number in (0, 1, 2, 7):
         calls = []
@@ -119,7 +119,7 @@ def damaged(kind, path):
 
 @pytest.mark.parametrize("ending", ["json", "arrow"])
 @pytest.mark.parametrize("kind", ["cut", "empty", "bit", "gone"])
-def test_a_damaged_part_is_measured_again(whole, tmp_path, ending, kind):
+def test_a_damaged_batch_is_measured_again(whole, tmp_path, ending, kind):
     scan(parts=tmp_path)
     path = files(tmp_path, ending)[2]
     content = damaged(kind, path)
@@ -156,7 +156,7 @@ def test_what_changed_starts_over(tmp_path, name):
 
 
 def test_another_batch_is_measured_again(tmp_path):
-    """A list cannot be described beforehand: every batch is compared."""
+    """A list is not described by its source: each batch is compared by its content."""
     scan(parts=tmp_path)
     data = batches()
     data[3] = data[3].clone()
@@ -173,7 +173,7 @@ def test_another_layout_starts_over(tmp_path):
 
 
 def test_measured_weights_are_learned_again(tmp_path):
-    """The Jacobian is taken on the first sample, by whichever process goes on."""
+    """Every process that resumes takes the Jacobian on the same first sample."""
     plain = scan(Counting(kind=OddAttention))
     assert len(plain.meta["sites_measured"]) == 2
     scan(Counting(kind=OddAttention), parts=tmp_path)
@@ -185,8 +185,8 @@ def test_measured_weights_are_learned_again(tmp_path):
     identical(scan(Counting(kind=OddAttention), parts=tmp_path), plain)
 
 
-def test_parts_of_another_basis_are_measured_again(tmp_path, monkeypatch):
-    """A process that has learned other weights has measured otherwise."""
+def test_batches_of_another_basis_are_measured_again(tmp_path, monkeypatch):
+    """A process with other weights has measured something else."""
     with monkeypatch.context() as patch:
         patch.setattr("sinkwise.scanning.basis.measured_sites", lambda *_: {})
         sw.scan_share(
@@ -198,7 +198,7 @@ def test_parts_of_another_basis_are_measured_again(tmp_path, monkeypatch):
 
 
 def test_the_checksum_of_weights():
-    """Every bit counts; names and shapes do; a copy has the same."""
+    """It depends on every bit, on names and shapes; an equal copy has the same."""
     model = Counting()
     first = weights_checksum(model)
     assert weights_checksum(Counting()) == first
@@ -216,7 +216,7 @@ def test_the_checksum_of_weights():
 
 
 def test_facts_have_no_addresses():
-    """They are the same in every process: no object's address is among them."""
+    """They are equal in every process: they contain no memory address."""
     model, told = Counting(), []
     for _ in range(2):
         function = lambda: 1  # noqa: E731
@@ -247,8 +247,8 @@ sw.scan(Counting(), batches(), layout=LAYOUT, parts=sys.argv[1], progress=progre
 """
 
 
-def test_a_killed_process_goes_on(whole, tmp_path):
-    """SIGKILL, and in another process: facts do not depend on the process."""
+def test_a_killed_process_resumes(whole, tmp_path):
+    """After SIGKILL, in another process: the facts do not depend on the process."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), "3"]
     done = subprocess.run(command, cwd=root, env=ENVIRONMENT, capture_output=True, timeout=120)
@@ -258,7 +258,7 @@ def test_a_killed_process_goes_on(whole, tmp_path):
     assert model.runs == 2
 
 
-def test_the_command_goes_on(tmp_path):
+def test_the_command_resumes(tmp_path):
     models(tmp_path)
     options = ["text", "--text", "book.txt", "--length", "12", "--samples", "61"]
     options += ["--batch-size", "1", "--screen"]

@@ -1,4 +1,4 @@
-"""What a scan takes, what it leaves behind, what it refuses, and how it is kept."""
+"""What a scan accepts, refuses and leaves behind, and how it is saved."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def equal(one, other):
 
 
 class Arguments(nn.Module):
-    """Takes its input by two names."""
+    """Takes its input as two named arguments."""
 
     def __init__(self, inner):
         super().__init__()
@@ -104,7 +104,7 @@ class Failing(Planted):
 
 @pytest.mark.parametrize("kind", [Planted, Failing])
 def test_the_model_comes_back_as_it_was(kind):
-    """Training flags module by module, gradients, hooks, weights, outputs; also after an error."""
+    """Training flags per module, gradients, hooks, weights and outputs; also after an error."""
     _, x = model_and_batch()
     model = kind([[0, 1], [None, 0]])
     model.train()
@@ -131,7 +131,7 @@ def test_the_model_comes_back_as_it_was(kind):
 
 
 class Pooling(nn.Module):
-    """One learned query over the tokens, and nothing else."""
+    """Attention pooling: one learned query over the tokens."""
 
     def __init__(self):
         super().__init__()
@@ -287,7 +287,7 @@ def save_on_full_disk(source, target, limit):
 @pytest.mark.parametrize("old", [True, False])
 @pytest.mark.parametrize("limit", [0, 16384])
 def test_a_file_size_limit(found, tmp_path, old, limit):
-    """All or nothing when the system stops a write half-way; without the limit it is written."""
+    """All or nothing if the system stops a write half-way; without the limit it succeeds."""
     source = found.save(tmp_path / "source")
     target = tmp_path / "there" / "scan"
     if old:
@@ -328,7 +328,7 @@ def test_numbers_are_finite_or_said_to_be_missing(found):
 
 
 def test_attention_that_is_the_model_itself():
-    """No block, no residual: the call is counted under the empty name, the stream is unknown."""
+    """No block, no residual: the call has an empty module name, and no residual stream is known."""
     found = sw.scan(PlantedAttention([0, None]), [tokens(2, 41, {0: [0]})])
     assert found.heads.select("layer", "name", "sink_share").rows() == [(0, "", 1.0), (0, "", 0.0)]
     assert found.events["token_norm_ratio"].is_nan().all()

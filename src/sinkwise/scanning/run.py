@@ -97,7 +97,7 @@ class Run:
         self._sites = attention_sites(self._model)
         self._observer = Observer(self._model, self._rules, self._screen)
         self._basis: Basis | None = None
-        """None until the first sample was seen."""
+        """None until the first batch was observed, here or by another process."""
         parameter = next((p for p in self._model.parameters() if p.is_floating_point()), None)
         self._device = parameter.device if parameter is not None else torch.device("cpu")
         self._dtype = parameter.dtype if parameter is not None else torch.float32
@@ -162,7 +162,7 @@ class Run:
             return None
         observed, basis = found
         if index == 0:
-            self._adopt(basis, batch)
+            self._basis = self._adopted(basis, batch)
         return observed if self._basis in (None, basis) else None
 
     def _measured(self, index: int, batch: LazyBatch, first: LazyBatch | None) -> Observed:
@@ -190,21 +190,20 @@ class Run:
         assert first is not None
         found = None if self._store is None else self._store.read(0, _key(first))
         if found is not None:
-            return self._adopt(found[1], first)
+            return self._adopted(found[1], first)
         sample = self._prepare(first.first()).first()
         observed = Observed(SampleSums(samples=1))
         with capture(self._model, observed.note), torch.no_grad():
             call(self._model, sample)
         return learn_basis(self._model, self._sites, observed, lambda: sample)
 
-    def _adopt(self, basis: Basis, first: LazyBatch) -> Basis:
-        """Use the basis of a stored first batch."""
+    def _adopted(self, basis: Basis, first: LazyBatch) -> Basis:
+        """The basis of a stored first batch, once the weights that it names are measured."""
 
         def sample() -> Any:
             return self._prepare(first.first()).first()
 
         measure_sites(self._model, self._sites, basis, sample)
-        self._basis = basis
         return basis
 
     def _measure(self, index: int, batch: PreparedBatch, basis: Basis) -> Observed:
