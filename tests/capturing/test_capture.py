@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sinkwise.capturing.capture import capture
+from sinkwise.capturing.mode import CaptureMode
 from sinkwise.core.records import AttentionMask, AttentionRecord
 from sinkwise.errors import CaptureError
+from sinkwise.interception.intercepted import Intercepted
 from tests.models import CASES, NO_ATTENTION, Case, build, run, tensors
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -351,19 +353,17 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", ["gpt2-sdpa", "gpt2-eager", "llama-sdpa"])
 def test_the_self_check_can_fail(name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong record raises; where the model's own map is at hand it is only marked."""
-    from sinkwise.capturing import capture as module
-
     model, inputs = build(name)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)  # maps that differ from uniform
-    original = module._CaptureMode._emit
+    original = CaptureMode._emit
 
-    def mutated(self: Any, path: str, dropped: bool = False, **fields: Any) -> None:
-        MUTATIONS[wrong](fields)
-        original(self, path, dropped, **fields)
+    def mutated(self: CaptureMode, path: str, call: Intercepted, rescaled: None) -> None:
+        MUTATIONS[wrong](call.fields)
+        original(self, path, call, rescaled)
 
-    monkeypatch.setattr(module._CaptureMode, "_emit", mutated)
+    monkeypatch.setattr(CaptureMode, "_emit", mutated)
     faithful: list[bool] = []
 
     def go(**options: Any) -> None:

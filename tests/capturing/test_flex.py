@@ -266,7 +266,7 @@ def test_gpt_oss_is_refused_on_a_cpu_by_transformers_itself() -> None:
         records_of(model, inputs)
 
 
-def test_a_block_mask_that_hides_more_than_its_function_is_an_error() -> None:
+def test_a_block_mask_that_excludes_more_than_its_function_is_an_error() -> None:
     model, _ = flexible("causal", "none")
     mask = create_block_mask(causal, None, None, 256, 256, device="cpu", BLOCK_SIZE=128)
     x = torch.randn(2, 256, 24)
@@ -275,7 +275,7 @@ def test_a_block_mask_that_hides_more_than_its_function_is_an_error() -> None:
     mask.kv_num_blocks, mask.full_kv_num_blocks = (
         torch.zeros_like(count) for count in (mask.kv_num_blocks, mask.full_kv_num_blocks)
     )
-    with pytest.raises(CaptureError, match="hides keys that its mask_mod shows"):
+    with pytest.raises(CaptureError, match="excludes keys that its mask_mod allows"):
         records_of(model, (x,))
 
 
