@@ -39,8 +39,8 @@ def allowed_keys(block_mask: tuple, mask_mod: Callable, q: Tensor, k: Tensor) ->
     allowed = _everywhere(mask_mod, q, k)
     if (allowed & ~_blocks(block_mask, q.shape[2], k.shape[2])).any():
         raise CaptureError(
-            "a FlexAttention block mask excludes keys that its mask_mod allows, so that compiled and "
-            "eager attention differ; make it with create_block_mask"
+            "a FlexAttention block mask excludes keys that its mask_mod allows, so that compiled "
+            "and eager attention differ; make it with create_block_mask"
         )
     return None if bool(allowed.all()) else _shared(allowed)
 

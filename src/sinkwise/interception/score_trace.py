@@ -121,7 +121,9 @@ def _scores(
             return None
         if tag.bias is None:
             return tag
-        return replace(tag, bias=tag.bias.expand(source.shape).reshape(result.shape))
+        bias = tag.bias.expand(source.shape)
+        grows = name in ("expand", "expand_as")
+        return replace(tag, bias=bias.expand(result.shape) if grows else bias.reshape(result.shape))
     if result.shape != source.shape:
         return None
     if tag.order is not None and number(other) is None:
@@ -136,7 +138,7 @@ def _scores(
         return tag.plus(other, -kwargs.get("alpha", 1))
     if name in op.MUL:
         return tag.times(other, source.shape)
-    if name in op.DIV:
+    if name in op.DIV and kwargs.get("rounding_mode") is None:
         return tag.times(1.0 / other, source.shape)
     if name in op.TANH:
         return tag.capped_by_tanh()
