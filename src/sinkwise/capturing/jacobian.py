@@ -1,6 +1,5 @@
 """The weights of each head, measured: the Jacobian of the captured queries, keys and values."""
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -122,14 +121,11 @@ class _FlexWithoutGradients(TorchFunctionMode):
 
 
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_WRAPPERS = 8
-"""Frames between a torch function and its caller, at most."""
 
 
 def _called_from(module: str) -> bool:
-    """Whether a function of that module called a torch function, through modes and wrappers."""
-    frames = itertools.islice(callers(), _WRAPPERS)
-    return any(frame.f_globals.get("__name__") == module for frame in frames)
+    """Whether a function of that module is running."""
+    return any(frame.f_globals.get("__name__") == module for frame in callers())
 
 
 def _is_input(value: object) -> bool:
