@@ -1,4 +1,4 @@
-"""The synthetic tasks with each mitigation: what is left of either sink, over seeds."""
+"""The synthetic tasks with each mitigation: which sinks remain, over seeds."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinkwise.experiments.running import Trained, run
-from sinkwise.reports.synthetic_table import spread
+from sinkwise.experiments.experiment_run import ExperimentRun, run_experiment
+from sinkwise.reports.synthetic_table import mean_and_range
 from sinkwise.synthetic.forms import IDLE_SHARE, experiment
 
 NAMES = {
@@ -21,13 +21,13 @@ NAMES = {
     "softmax-one": "softmax-one",
     "global pathway": "global-pathway",
 }
-"""Rows of the tables, and what the experiments call them. They have one register anyway."""
+"""Rows of the tables, and the experiments' names for them. Experiments with registers have one."""
 
 NOP_FORMS = {"fast": "with a null token", "no-null": "without one"}
-"""Forms of the NOP task, and their words in the table."""
+"""Forms of the NOP task, and their descriptions in the table."""
 
 LOCAL = {"registers": "none", "gate + registers": "gate"}
-"""Rows that also have a broadcast whose only way is through the register, and what is in it."""
+"""Rows that also have a local broadcast, which must go through the register, and its mitigation."""
 
 NOP_HEADINGS = (
     "mitigation", "task", "error", "attention to it, NOP queries", "others", "to no token, NOP",
@@ -40,49 +40,51 @@ BROADCAST_HEADINGS = (
 )  # fmt: skip
 
 
-def nop_rows(names: Iterable[str], seeds: int, keep: Path) -> list[list[str]]:
-    """A row a mitigation and form: means (least to greatest) over the seeds."""
+def nop_rows(names: Iterable[str], seeds: int, checkpoints: Path) -> list[list[str]]:
+    """One row per mitigation and form: means (minimum to maximum) over the seeds."""
     rows = []
     for name in names:
         for form, words in NOP_FORMS.items():
             runs = [
-                run(experiment("nop", form, NAMES[name]), seed, keep=keep) for seed in range(seeds)
+                run_experiment(experiment("nop", form, NAMES[name]), seed, checkpoints=checkpoints)
+                for seed in range(seeds)
             ]
             rows.append([name, words, *nop_cells(runs), _counts(runs), _right(runs)])
     return rows
 
 
-def nop_cells(runs: list[Trained]) -> list[str]:
-    """The numbers of a NOP row. Without a null token or register position 0 is an ordinary token,
-    and nothing is said of it.
+def nop_cells(runs: list[ExperimentRun]) -> list[str]:
+    """The numbers of a NOP row.
+
+    Without a null token or register, position 0 is an ordinary token and has no numbers.
     """
-    found: dict[str, list[float]] = {}
+    columns: dict[str, list[float]] = {}
     for one in runs:
         task = one.experiment.task
         values = one.rows.to_dicts()[0]
-        spared = one.after[0].spared[:, task.num_registers :]
-        idle = task.idle(one.sample)
+        sink_logit = one.after[0].sink_logit_share[:, task.num_registers :]
+        idle = task.idle(one.batch)
         active = ~idle
-        active[:, : task.scored] = False
-        special = bool(task.scored or task.num_registers)
+        active[:, : task.num_unscored] = False
+        special = bool(task.num_unscored or task.num_registers)
         numbers = {
             "error": values["error"],
             "nop": values["mass_nop"] if special else float("nan"),
             "others": values["mass_active"] if special else float("nan"),
-            "spared, nop": _share(spared[idle]),
-            "spared, others": _share(spared[active]),
+            "sink logit, nop": _share(sink_logit[idle]),
+            "sink logit, others": _share(sink_logit[active]),
             "largest": values["largest"],
             "ratio": values["value_ratio"] if special else float("nan"),
             "gate, nop": values["gate_nop"],
             "gate, others": values["gate_active"],
         }
         for key, number in numbers.items():
-            found.setdefault(key, []).append(number)
-    return [spread(numbers) for numbers in found.values()]
+            columns.setdefault(key, []).append(number)
+    return [mean_and_range(numbers) for numbers in columns.values()]
 
 
-def broadcast_rows(names: Iterable[str], seeds: int, keep: Path) -> list[list[str]]:
-    """A row a mitigation: the layer that writes most, means (least to greatest) over the seeds."""
+def broadcast_rows(names: Iterable[str], seeds: int, checkpoints: Path) -> list[list[str]]:
+    """One row per mitigation: means (minimum to maximum) for the layer with the largest updates."""
     rows = []
     for name in names:
         forms = [("broadcast", "deep", NAMES[name], "each token sees all")]
@@ -90,38 +92,40 @@ def broadcast_rows(names: Iterable[str], seeds: int, keep: Path) -> list[list[st
             forms.append(("registers", "local", LOCAL[name], "through the register alone"))
         for kind, form, mitigation, words in forms:
             runs = [
-                run(experiment(kind, form, mitigation), seed, keep=keep) for seed in range(seeds)
+                run_experiment(experiment(kind, form, mitigation), seed, checkpoints=checkpoints)
+                for seed in range(seeds)
             ]
             rows.append([name, words, *broadcast_cells(runs), _counts(runs), _right(runs)])
     return rows
 
 
-def broadcast_cells(runs: list[Trained]) -> list[str]:
+def broadcast_cells(runs: list[ExperimentRun]) -> list[str]:
     """The numbers of a broadcast row."""
-    found: dict[str, list[float]] = {}
+    columns: dict[str, list[float]] = {}
     for one in runs:
         layer = max(one.rows.to_dicts(), key=lambda row: row["update_share"])
         numbers = {
             "error": layer["error"],
             "mass": layer["mass"],
-            "spared": _share(one.after[layer["layer"]].spared),
+            "sink logit": _share(one.after[layer["layer"]].sink_logit_share),
             "ratio": layer["value_ratio"],
-            "pathway": pathway_share(one.model, one.sample.inputs),
+            "pathway": pathway_share(one.model, one.batch.inputs),
         }
         for key, number in numbers.items():
-            found.setdefault(key, []).append(number)
-    return [spread(numbers) for numbers in found.values()]
+            columns.setdefault(key, []).append(number)
+    return [mean_and_range(numbers) for numbers in columns.values()]
 
 
 @torch.no_grad()
 def pathway_share(model: nn.Module, inputs: torch.Tensor) -> float:
-    """Squared updates of the global pathways over those of pathways and attention together; NaN
-    where there is no pathway.
+    """Squared updates of the global pathways over those of pathways and attention together.
+
+    NaN without a pathway.
     """
     squares = {"pathway": 0.0, "attention": 0.0}
     handles = []
 
-    def note(kind: str) -> Any:
+    def add_to(kind: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> None:
             squares[kind] += float(out.double().square().sum())
 
@@ -130,7 +134,7 @@ def pathway_share(model: nn.Module, inputs: torch.Tensor) -> float:
     for name, module in model.named_modules():
         kind = name.rpartition(".")[2]
         if kind in squares:
-            handles.append(module.register_forward_hook(note(kind)))
+            handles.append(module.register_forward_hook(add_to(kind)))
     try:
         model(inputs)
     finally:
@@ -141,13 +145,13 @@ def pathway_share(model: nn.Module, inputs: torch.Tensor) -> float:
 
 
 def _share(values: torch.Tensor) -> float:
-    """Their mean, and NaN for what rounding alone has left."""
+    """The mean of the values, or NaN if it is a rounding error."""
     mean = float(values.mean())
     return mean if mean > 1e-6 else float("nan")
 
 
-def _counts(runs: list[Trained]) -> str:
-    """The verdicts of the layers with at least 5 % of attention's updates, with their counts."""
+def _counts(runs: list[ExperimentRun]) -> str:
+    """The verdicts of the layers that are not idle, with their counts."""
     seen: dict[str, int] = {}
     for one in runs:
         for verdict, share in zip(one.verdicts, one.rows["update_share"], strict=True):
@@ -156,5 +160,5 @@ def _counts(runs: list[Trained]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(seen.items()))
 
 
-def _right(runs: list[Trained]) -> str:
+def _right(runs: list[ExperimentRun]) -> str:
     return f"{runs[0].experiment.expected}: {sum(one.right for one in runs)}/{len(runs)}"

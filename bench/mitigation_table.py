@@ -1,11 +1,11 @@
-"""Which mitigation answers which mechanism, and what it costs: the tables of docs/mitigations.md.
+"""Which mitigation fits which mechanism, and what it costs: the tables of docs/mitigations.md.
 
     OMP_NUM_THREADS=1 python bench/mitigation_table.py OUT [--parts synthetic,vit,costs] [--write]
 
-Trains what is missing in OUT/models and prints Markdown: minimal models on the synthetic tasks
-(three seeds; two minutes on one core), small ViTs on scanned digits (three seeds; eighteen
-minutes), and the cost of a training step (half a minute). A run that was stopped goes on where
-it was. `--write` puts the tables into docs/mitigations.md.
+Trains every model that is not yet in OUT/models and prints Markdown tables: minimal models on the
+synthetic tasks (three seeds; two minutes on one core), small ViTs on scanned digits (three seeds;
+eighteen minutes), and the cost of a training step (half a minute). An interrupted run resumes.
+`--write` updates the tables in docs/mitigations.md.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import mitigation_synthetic
 import small_vit
 import timm
 import torch
-import vit_reading
+import vit_evaluation
 from common import write_table
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ from sinkwise.reports.synthetic_table import markdown
 
 DOCS = Path(__file__).parent.parent / "docs" / "mitigations.md"
 Table = list[Sequence[str]]
-"""A heading, then rows that begin with a mitigation."""
+"""A row of headings, then rows that begin with a mitigation."""
 
 SUMMARY = (
     ("NOP task: NOP queries at the null token", "nop", "attention to it, NOP queries"),
@@ -41,16 +41,16 @@ SUMMARY = (
     ("FLOPs", "vit-s", "FLOPs of a step"),
     ("time", "vit-s", "time of a step"),
 )
-"""Columns of the one table: heading, whence, and what it is called there. Where a mitigation has
-several rows it is the first: the task with a null token, and that in which each token sees all."""
+"""Columns of the summary: heading, source table, and heading there. Of several rows with the same
+mitigation it shows the first: the NOP task with a null token, the broadcast that is not local."""
 
 
 def synthetic_tables(options: argparse.Namespace) -> dict[str, Table]:
-    """The synthetic tasks."""
+    """The tables of the synthetic tasks."""
     names = [name for name in options.mitigations if name in mitigation_synthetic.NAMES]
-    keep = options.out / "models"
-    nop = mitigation_synthetic.nop_rows(names, options.synthetic_seeds, keep)
-    broadcast = mitigation_synthetic.broadcast_rows(names, options.synthetic_seeds, keep)
+    checkpoints = options.out / "models"
+    nop = mitigation_synthetic.nop_rows(names, options.synthetic_seeds, checkpoints)
+    broadcast = mitigation_synthetic.broadcast_rows(names, options.synthetic_seeds, checkpoints)
     return {
         "nop": [mitigation_synthetic.NOP_HEADINGS, *nop],
         "broadcast": [mitigation_synthetic.BROADCAST_HEADINGS, *broadcast],
@@ -58,43 +58,43 @@ def synthetic_tables(options: argparse.Namespace) -> dict[str, Table]:
 
 
 def vit_tables(options: argparse.Namespace) -> dict[str, Table]:
-    """The small ViTs."""
+    """The tables of the small ViTs."""
     tables: dict[str, Table] = {}
     for task, recipe in small_vit.RECIPES.items():
         steps = options.vit_steps or recipe.steps
-        found = {
-            name: vit_reading.read(
+        evaluations = {
+            name: vit_evaluation.evaluate(
                 replace(recipe, mitigation=name, steps=steps),
                 options.vit_seeds,
                 options.out / "models",
             )
             for name in options.mitigations
         }
-        rows = [vit_reading.row(name, readings) for name, readings in found.items()]
-        tables[task] = [vit_reading.HEADINGS, *rows]
+        rows = [vit_evaluation.row(name, runs) for name, runs in evaluations.items()]
+        tables[task] = [vit_evaluation.HEADINGS, *rows]
         if task == "board":
-            rows = [vit_reading.board_row(name, readings) for name, readings in found.items()]
-            tables["queries"] = [vit_reading.BOARD_HEADINGS, *rows]
+            rows = [vit_evaluation.board_row(name, runs) for name, runs in evaluations.items()]
+            tables["queries"] = [vit_evaluation.BOARD_HEADINGS, *rows]
     return tables
 
 
 def cost_tables(options: argparse.Namespace) -> dict[str, Table]:
-    """Parameters, arithmetic and time of the small ViT and of ViT-S/16."""
+    """Parameters, FLOPs and time of the small ViT and of ViT-S/16."""
     recipe = small_vit.RECIPES["canvas"]
     small = {
         name: small_vit.build(replace(recipe, mitigation=name)) for name in options.mitigations
     }
     generator = torch.Generator().manual_seed(0)
-    pictures = small_vit.draw(recipe, recipe.batch, generator, train=True)
+    images = small_vit.draw(recipe, recipe.batch, generator, train=True)
     steps = {
-        name: lambda model=model: small_vit.loss(recipe, model, pictures)
+        name: lambda model=model: small_vit.loss(recipe, model, images)
         for name, model in small.items()
     }
     tables = {"small": _costs(small, steps, options.rounds)}
     if options.large:
         pixels = torch.randn(2, 3, 224, 224, generator=generator)
         large = {name: vit_small(name) for name in options.mitigations}
-        steps = {name: _energy(model, pixels) for name, model in large.items()}
+        steps = {name: _training_loss(model, pixels) for name, model in large.items()}
         tables["vit-s"] = _costs(large, steps, options.rounds)
     return tables
 
@@ -103,11 +103,11 @@ def vit_small(mitigation: str) -> nn.Module:
     """An untrained ViT-S/16 with one of the mitigations."""
     torch.manual_seed(0)
     model = timm.create_model("vit_small_patch16_224", pretrained=False)
-    small_vit.alter(model, mitigation, 0)
+    small_vit.add_mitigation(model, mitigation, 0)
     return model
 
 
-def _energy(model: nn.Module, pixels: Tensor) -> Callable[[], Tensor]:
+def _training_loss(model: nn.Module, pixels: Tensor) -> Callable[[], Tensor]:
     return lambda: model(pixels).square().mean() + small_vit.penalty(model)
 
 
@@ -116,7 +116,7 @@ def _costs(models: dict[str, Any], steps: dict[str, Any], rounds: int) -> Table:
 
 
 def summary(tables: dict[str, Table], names: Sequence[str]) -> Table:
-    """The one table: what SUMMARY picks from the others; a dash where a table has no such row."""
+    """The columns of SUMMARY from the other tables; a dash where a table has no such row."""
     rows: Table = [("mitigation", *(heading for heading, _, _ in SUMMARY))]
     for name in names:
         cells = []
@@ -135,31 +135,37 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Table]]] = {
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="folder of the trained models")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of synthetic, vit, costs")
+    parser.add_argument("out", type=Path, help="folder for the trained models")
+    parser.add_argument("--parts", default=",".join(PARTS), help="from synthetic, vit, costs")
     parser.add_argument("--mitigations", default=",".join(small_vit.MITIGATIONS))
     parser.add_argument("--synthetic-seeds", type=int, default=3)
     parser.add_argument("--vit-seeds", type=int, default=3)
-    parser.add_argument("--vit-steps", type=int, help="instead of each task's own number")
-    parser.add_argument("--rounds", type=int, default=9, help="of the timing")
-    parser.add_argument("--no-large", dest="large", action="store_false", help="no ViT-S/16")
-    parser.add_argument("--write", action="store_true", help="put them into docs/mitigations.md")
+    parser.add_argument("--vit-steps", type=int, help="replaces each task's own number")
+    parser.add_argument("--rounds", type=int, default=9, help="timing rounds")
+    parser.add_argument("--no-large", dest="large", action="store_false", help="leave out ViT-S/16")
+    parser.add_argument("--write", action="store_true", help="update docs/mitigations.md")
     options = parser.parse_args(arguments)
     options.parts = options.parts.split(",")
     options.mitigations = options.mitigations.split(",")
-    for given, known in ((options.parts, PARTS), (options.mitigations, small_vit.MITIGATIONS)):
+    for option, given, known in (
+        ("--parts", options.parts, PARTS),
+        ("--mitigations", options.mitigations, small_vit.MITIGATIONS),
+    ):
         for name in given:
             if name not in known:
-                parser.error(f"{name!r} is none of {', '.join(known)}")
+                parser.error(f"{option} must be from {', '.join(known)}; got {name!r}")
     if options.mitigations[0] != "none":
-        parser.error("the first mitigation must be 'none', which the others are compared with")
+        parser.error(
+            "--mitigations must begin with 'none', the baseline of the others; got "
+            f"{options.mitigations[0]!r}"
+        )
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, str]:
-    """Print the tables, and return them by name."""
+    """Print the tables and return them by name."""
     options = options_of(arguments)
     torch.set_num_threads(1)
     (options.out / "models").mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""What a mitigation costs in training: forward and backward beside plain SDPA attention.
+"""The cost of a mitigation in training: forward and backward pass relative to plain attention.
 
     python bench/mitigations.py [--rounds 7] [--threads 1] [--device cpu] [--write]
 
-`attention` is the layer alone (projections, heads, W_O), `block` a pre-norm block with it and an
-MLP of 4 x its width, `heads` what happens between q, k, v and the heads' outputs. Ratios are
-medians over the rounds of one run in which the variants take turns, every second round backwards;
-on one CPU thread they count the process's own time, which others on the machine disturb less. Peak
-memory is that of two steps above the loaded module, each in a process of its own.
+`attention` is the layer alone (projections, heads, W_O), `block` a pre-norm block with an MLP of
+four times its width, `heads` the computation from q, k, v to the heads' outputs. The variants take
+turns, every second round in reverse order, and ratios are medians over the rounds. On one CPU
+thread they are ratios of process time, which other load on the machine disturbs less. Peak memory
+is that of two steps on top of the loaded module, in a separate process for each variant.
 """
 
 import argparse
@@ -28,7 +28,7 @@ DIM, HEADS = 768, 12
 
 @dataclass(frozen=True)
 class Shape:
-    """How many tokens go in at once."""
+    """The shape of a batch of tokens."""
 
     batch: int
     tokens: int
@@ -48,10 +48,10 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gate + registers": {"gate": "elementwise"},
     "global pathway": {},
 }
-"""Variants of a layer or block, and what they ask of its attention."""
+"""Variants of a layer or block, and the options of their attention."""
 
 KERNELS = ("plain", "rescale", "column", "eager")
-"""Ways from q, k, v to heads: SDPA without a sink, the two forms with one, and the whole map."""
+"""SDPA without a sink logit, the two forms with one, and one that computes the whole map."""
 
 
 def layer_step(variant: str, shape: Shape, with_mlp: bool, device: str) -> Callable[[], None]:
@@ -94,7 +94,7 @@ def layer_step(variant: str, shape: Shape, with_mlp: bool, device: str) -> Calla
 
 
 def kernel_step(variant: str, shape: Shape, device: str) -> Callable[[], None]:
-    """Forward and backward from q, k, v (and a logit a head) to the heads' outputs."""
+    """Forward and backward pass from q, k, v and one logit per head to the heads' outputs."""
     import torch
     import torch.nn.functional as F
 
@@ -114,8 +114,8 @@ def kernel_step(variant: str, shape: Shape, device: str) -> Callable[[], None]:
             return sink_attention(q, k, v, sink, is_causal=shape.is_causal, form=variant)
         scores = q @ k.mT * width**-0.5
         if shape.is_causal:
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=device).triu(1)
-            scores = scores.masked_fill(hidden, -math.inf)
+            masked = torch.ones(scores.shape[-2:], dtype=torch.bool, device=device).triu(1)
+            scores = scores.masked_fill(masked, -math.inf)
         return softmax(scores, "learnable", sink) @ v
 
     def step() -> None:
@@ -134,19 +134,19 @@ def step_of(level: str, variant: str, shape: Shape, device: str) -> Callable[[],
 
 
 def variants_of(level: str, shape: Shape) -> list[str]:
-    """What is measured; the global pathway looks ahead, so it has no causal form."""
+    """The variants of a level. The global pathway uses later tokens: it has no causal form."""
     if level == "heads":
         return list(KERNELS)
     return [name for name in LAYERS if name != "global pathway" or not shape.is_causal]
 
 
 def timings(level: str, shape: Shape, options: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of the plain step; median ratios of the others to it, round by round."""
+    """Median seconds of the plain step, and the others' median ratios to it in the same round."""
     import torch
 
     rounds, device = options.rounds, options.device
-    alone = device == "cpu" and options.threads == 1
-    clock = time.process_time if alone else time.perf_counter
+    single_thread = device == "cpu" and options.threads == 1
+    clock = time.process_time if single_thread else time.perf_counter
     names = variants_of(level, shape)
     steps = {name: step_of(level, name, shape, device) for name in names}
     taken: dict[str, list[float]] = {name: [] for name in names}
@@ -169,7 +169,7 @@ def timings(level: str, shape: Shape, options: argparse.Namespace) -> dict[str, 
 
 
 def peak_mib(level: str, variant: str, shape: str, options: argparse.Namespace) -> float:
-    """Peak memory of two steps above the loaded module, in a process of its own."""
+    """Peak memory of two steps on top of the loaded module, in a separate process."""
     command = [sys.executable, __file__, "--memory", level, variant, shape]
     command += ["--device", options.device, "--threads", str(options.threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -177,7 +177,7 @@ def peak_mib(level: str, variant: str, shape: str, options: argparse.Namespace) 
 
 
 def measure_memory(level: str, variant: str, shape: str, device: str) -> None:
-    """Print the peak of two steps after one of a small shape has loaded what torch loads late."""
+    """Print the peak of two steps, after a small one that triggers torch's lazy initialisation."""
     step_of(level, variant, Shape(1, 8, SHAPES[shape].is_causal), device)()
     step = step_of(level, variant, SHAPES[shape], device)
 
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--levels", default="attention,block,heads")
     parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--write", action="store_true", help="put the tables into bench/README.md")
+    parser.add_argument("--write", action="store_true", help="update bench/README.md")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     import torch

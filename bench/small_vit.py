@@ -1,19 +1,18 @@
-"""A small ViT on real pictures: scikit-learn's 1,797 scanned digits, 8 x 8 pixels each.
+"""A small ViT on real images: scikit-learn's 1,797 scanned digits of 8 x 8 pixels.
 
-Two tasks, both answered at every patch of a 24 x 24 picture cut into patches of 4 x 4:
+Two tasks on images of 24 x 24 pixels; every patch of 4 x 4 pixels has a target:
 
-- `board`: nine digits in a 3 x 3 grid, of which one in ten at random is bright, the others dim. A
-  patch of a bright digit must tell which digits the board holds (3 times the mean of their
-  one-hots); a patch of a dim one must answer zero. So nine queries in ten have nothing to do.
-- `canvas`: one digit at a random place of an empty picture; every patch must tell which one.
+- `board`: nine digits in a 3 x 3 grid. Each is bright with a probability of 0.1, else dim. The
+  patches of bright digits must tell which digits the board contains (3 times the mean of their
+  one-hots); those of dim digits must answer zero. So nine in ten queries need no update.
+- `canvas`: one digit at a random position in an empty image; every patch must tell which one.
 
-The ViT is timm's with two blocks, narrow MLPs, no final norm, and no biases in its attention. Wide
-MLPs, a final norm and biases each take away what makes a null token worth having: they undo, or
-cancel, what an idle head writes (LOG.md has what was tried).
+The ViT is timm's with two blocks, narrow MLPs, no final norm, and no biases in its attention. With
+wide MLPs, a final norm or biases an idle head's update can be undone or cancelled, so that a null
+token is of little use (LOG.md records what was tried).
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -33,15 +32,15 @@ from sinkwise.storage.files import write_bytes
 from sinkwise.synthetic.task import fit
 
 SIDE, PATCH, DIGIT = 24, 4, 8
-"""Pixels of a picture's side, of a patch's and of a digit's."""
+"""Side length in pixels of an image, a patch and a digit."""
 CLASSES = 10
 DIM_LIGHT = 0.5
 """Brightness of a dim digit."""
-SHARE = 3.0
-"""What a bright patch must answer is the mean of the one-hots times this."""
-TRAINED_ON = 1_400
-"""Digits that training draws from; the other 397 are for testing."""
-TEST_PICTURES = 256
+TARGET_SCALE = 3.0
+"""The target of a bright patch is the mean of the one-hots times this."""
+TRAIN_DIGITS = 1_400
+"""Number of digits for training; the other 397 are held out."""
+TEST_IMAGES = 256
 TEST_SEED = 10_000
 
 MITIGATIONS: dict[str, tuple[Mitigation, ...]] = {
@@ -55,76 +54,76 @@ MITIGATIONS: dict[str, tuple[Mitigation, ...]] = {
     "softmax-one": (sw.SinkLogits("off-by-one"),),
     "global pathway": (),
 }
-"""The variants, and what `sinkwise.mitigate` puts in; the last is a module around the attention."""
+"""The variants, as mitigations; the global pathway is `PathwayAttention` instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One ViT: its task, what is put in, and how it is trained."""
+    """One ViT: its task, mitigation and training."""
 
     task: str
     """`board` or `canvas`."""
     mitigation: str = "none"
     """One of `MITIGATIONS`."""
     seed: int = 0
-    """Seed of the weights and of the training pictures."""
+    """Seed of the weights and of the training images."""
     steps: int = 1_500
     """Training steps."""
     batch: int = 48
-    """Pictures of a step."""
+    """Images per step."""
     width: int = 64
-    """Channels of a token."""
+    """Width of a token."""
     depth: int = 2
-    """Blocks."""
+    """Number of blocks."""
     num_heads: int = 4
-    """Heads of a block."""
+    """Heads per block."""
     mlp_ratio: float = 0.125
-    """Width of the MLPs in units of `width`."""
+    """Width of the MLPs relative to `width`."""
     lr: float = 3e-3
-    """Highest learning rate of AdamW, after 100 steps of warm-up; then along a cosine to 0."""
+    """Peak learning rate of AdamW, with 100 steps of warm-up and cosine decay to 0."""
     weight_decay: float = 0.05
     """Weight decay of AdamW."""
     bright_share: float = 0.1
     """Probability that a digit of the board is bright."""
     silence_weight: float = 10.0
-    """Weight of the dim patches' mean squared answer beside the bright patches' error."""
+    """Weight of the dim patches' squared error relative to that of the bright patches."""
 
 
 RECIPES = {
     "board": Recipe(task="board"),
     "canvas": Recipe(task="canvas", steps=800),
 }
-"""What is trained, with each mitigation."""
+"""The recipe of each task, without a mitigation."""
 
 
-class Pictures(NamedTuple):
-    """A batch."""
+class ImageBatch(NamedTuple):
+    """A batch of images with targets."""
 
     pixels: Tensor
     """batch 1 row column, 0 to 1."""
     targets: Tensor
-    """Board: batch patch class, the answers. Canvas: batch, the digit."""
+    """Board: batch patch class. Canvas: batch, the digit."""
     ink: Tensor
-    """batch patch: part of a digit."""
+    """batch patch: True where the patch is part of a digit."""
     silent: Tensor
-    """batch patch: must answer zero."""
+    """batch patch: True where the target is zero."""
 
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """(pictures [1797 8 8] from 0 to 1, digits [1797]) in a fixed random order."""
+    """(images [1797 8 8] from 0 to 1, labels [1797]) in a fixed random order."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
-    pixels = torch.tensor(found.images, dtype=torch.float32) / 16
-    return pixels[order], torch.tensor(found.target, dtype=torch.int64)[order]
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    pixels = torch.tensor(data.images, dtype=torch.float32) / 16
+    return pixels[order], torch.tensor(data.target, dtype=torch.int64)[order]
 
 
-def draw(recipe: Recipe, count: int, generator: torch.Generator, *, train: bool) -> Pictures:
-    """`count` pictures of the recipe's task, of training digits or of those held out."""
+def draw(recipe: Recipe, count: int, generator: torch.Generator, *, train: bool) -> ImageBatch:
+    """`count` images for the recipe's task, with training or with held-out digits."""
     pixels, labels = digits()
-    part = slice(None, TRAINED_ON) if train else slice(TRAINED_ON, None)
+    part = slice(None, TRAIN_DIGITS) if train else slice(TRAIN_DIGITS, None)
     pixels, labels = pixels[part], labels[part]
     tiles = SIDE // DIGIT
     if recipe.task == "board":
@@ -133,36 +132,36 @@ def draw(recipe: Recipe, count: int, generator: torch.Generator, *, train: bool)
         light = torch.where(bright, 1.0, DIM_LIGHT)
         board = (pixels[chosen] * light[..., None, None]).transpose(2, 3)
         silent = _patches_of(~bright)
-        told = SHARE * F.one_hot(labels[chosen], CLASSES).float().mean((1, 2))
-        targets = told[:, None] * ~silent[..., None]
-        picture = board.reshape(count, 1, SIDE, SIDE)
-        return Pictures(picture, targets, torch.ones_like(silent), silent)
+        answer = TARGET_SCALE * F.one_hot(labels[chosen], CLASSES).float().mean((1, 2))
+        targets = answer[:, None] * ~silent[..., None]
+        image = board.reshape(count, 1, SIDE, SIDE)
+        return ImageBatch(image, targets, torch.ones_like(silent), silent)
     chosen = torch.randint(len(labels), (count,), generator=generator)
-    picture = torch.zeros(count, 1, SIDE, SIDE)
-    places = torch.randint((SIDE - DIGIT) // PATCH + 1, (2, count), generator=generator) * PATCH
-    near = torch.arange(DIGIT)
-    rows = (places[0, :, None] + near)[:, :, None]
-    columns = (places[1, :, None] + near)[:, None, :]
-    picture[torch.arange(count)[:, None, None], 0, rows, columns] = pixels[chosen]
-    ink = F.max_pool2d(picture, PATCH).flatten(1) > 0
-    return Pictures(picture, labels[chosen], ink, torch.zeros_like(ink))
+    image = torch.zeros(count, 1, SIDE, SIDE)
+    corners = torch.randint((SIDE - DIGIT) // PATCH + 1, (2, count), generator=generator) * PATCH
+    offsets = torch.arange(DIGIT)
+    rows = (corners[0, :, None] + offsets)[:, :, None]
+    columns = (corners[1, :, None] + offsets)[:, None, :]
+    image[torch.arange(count)[:, None, None], 0, rows, columns] = pixels[chosen]
+    ink = F.max_pool2d(image, PATCH).flatten(1) > 0
+    return ImageBatch(image, labels[chosen], ink, torch.zeros_like(ink))
 
 
 def _patches_of(tiles: Tensor) -> Tensor:
-    """batch patch, from batch row column of digits."""
+    """From (batch, row, column) of the digits to (batch, patch)."""
     times = DIGIT // PATCH
     return tiles.repeat_interleave(times, 1).repeat_interleave(times, 2).flatten(1)
 
 
 class PathwayAttention(nn.Module):
-    """attention(x) + pathway(x), called as timm's attention is."""
+    """attention(x) + pathway(x), with the signature of timm's attention."""
 
     def __init__(self, attention: nn.Module, width: int, generator: torch.Generator) -> None:
         super().__init__()
         self.attention = attention
         self.pathway = sw.GlobalPathway(width, generator=generator)
         self.update: Tensor | None = None
-        """What attention added in the last step of training."""
+        """The attention's update in the last training step."""
 
     def forward(self, x: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
         update = self.attention(x)
@@ -170,8 +169,8 @@ class PathwayAttention(nn.Module):
         return update + self.pathway(x)
 
 
-class Answering(nn.Module):
-    """A ViT and the linear map that answers at its patches."""
+class PatchClassifier(nn.Module):
+    """A ViT with a linear head on each patch."""
 
     def __init__(self, trunk: VisionTransformer) -> None:
         super().__init__()
@@ -184,13 +183,13 @@ class Answering(nn.Module):
 
 
 def penalty(model: nn.Module) -> Tensor | float:
-    """The common-mode penalty on what attention added beside each global pathway; else 0."""
-    found = [module for module in model.modules() if isinstance(module, PathwayAttention)]
-    return sum(sw.common_mode_penalty(one.update) for one in found if one.update is not None)
+    """The common-mode penalty on the attention updates next to global pathways; 0 without."""
+    layers = [module for module in model.modules() if isinstance(module, PathwayAttention)]
+    return sum(sw.common_mode_penalty(one.update) for one in layers if one.update is not None)
 
 
-def build(recipe: Recipe) -> Answering:
-    """The untrained model: every variant starts with the same weights."""
+def build(recipe: Recipe) -> PatchClassifier:
+    """The untrained model: all variants have the same initial weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         trunk = VisionTransformer(
@@ -206,13 +205,13 @@ def build(recipe: Recipe) -> Answering:
             proj_bias=False,
             final_norm=False,
         )
-        model = Answering(trunk)
-    alter(trunk, recipe.mitigation, recipe.seed)
+        model = PatchClassifier(trunk)
+    add_mitigation(trunk, recipe.mitigation, recipe.seed)
     return model
 
 
-def alter(trunk: VisionTransformer, mitigation: str, seed: int) -> None:
-    """Put one of `MITIGATIONS` into a timm ViT."""
+def add_mitigation(trunk: VisionTransformer, mitigation: str, seed: int) -> None:
+    """Add one of `MITIGATIONS` to a timm ViT."""
     if MITIGATIONS[mitigation]:
         sw.mitigate(trunk, *MITIGATIONS[mitigation], seed=seed)
     elif mitigation == "global pathway":
@@ -221,51 +220,49 @@ def alter(trunk: VisionTransformer, mitigation: str, seed: int) -> None:
             block.attn = PathwayAttention(block.attn, trunk.embed_dim, generator)
 
 
-def loss(recipe: Recipe, model: Answering, pictures: Pictures) -> Tensor:
-    """Board: squared errors of bright and of dim patches, each averaged over its own. Canvas:
+def loss(recipe: Recipe, model: PatchClassifier, images: ImageBatch) -> Tensor:
+    """The training loss.
+
+    Board: mean squared error of the bright patches plus a weighted one of the dim patches. Canvas:
     cross-entropy of every patch.
     """
-    answers = model(pictures.pixels)
+    answers = model(images.pixels)
     if recipe.task == "board":
-        wrong = (answers - pictures.targets).square().mean(-1)
-        silent = pictures.silent
-        told = (wrong * ~silent).sum() / (~silent).sum().clamp(min=1)
-        kept = (wrong * silent).sum() / silent.sum().clamp(min=1)
-        return 3 * (told + recipe.silence_weight * kept) + penalty(model)
-    targets = pictures.targets[:, None].expand(answers.shape[:2])
+        error = (answers - images.targets).square().mean(-1)
+        silent = images.silent
+        bright_error = (error * ~silent).sum() / (~silent).sum().clamp(min=1)
+        dim_error = (error * silent).sum() / silent.sum().clamp(min=1)
+        return 3 * (bright_error + recipe.silence_weight * dim_error) + penalty(model)
+    targets = images.targets[:, None].expand(answers.shape[:2])
     return F.cross_entropy(answers.flatten(0, 1), targets.flatten()) + penalty(model)
 
 
-def test_pictures(recipe: Recipe) -> Pictures:
-    """Pictures of digits that no training has seen, the same for every mitigation."""
+def test_images(recipe: Recipe) -> ImageBatch:
+    """Images of held-out digits, the same for every mitigation."""
     generator = torch.Generator().manual_seed(TEST_SEED + recipe.seed)
-    return draw(recipe, TEST_PICTURES, generator, train=False)
+    return draw(recipe, TEST_IMAGES, generator, train=False)
 
 
 @torch.no_grad()
-def quality(recipe: Recipe, model: Answering, pictures: Pictures) -> float:
-    """Canvas: share of the patches that name the digit. Board: 1 - squared error of the bright
-    patches over that of always answering their mean.
-    """
-    answers = model.eval()(pictures.pixels)
+def quality(recipe: Recipe, model: PatchClassifier, images: ImageBatch) -> float:
+    """Canvas: accuracy over all patches. Board: R² over the bright patches, 1 if perfect."""
+    answers = model.eval()(images.pixels)
     if recipe.task == "canvas":
-        return float((answers.argmax(-1) == pictures.targets[:, None]).double().mean())
-    answers, targets = answers[~pictures.silent], pictures.targets[~pictures.silent]
+        return float((answers.argmax(-1) == images.targets[:, None]).double().mean())
+    answers, targets = answers[~images.silent], images.targets[~images.silent]
     return 1 - float(
         (answers - targets).square().sum() / (targets - targets.mean(0)).square().sum()
     )
 
 
-def trained(
-    recipe: Recipe, keep: Path, progress: Callable[[int, float], None] | None = None
-) -> Answering:
-    """The trained model in eval mode, from the folder `keep` where an earlier run left it."""
+def load_or_train(recipe: Recipe, checkpoints: Path) -> PatchClassifier:
+    """The trained model in eval mode; from the folder `checkpoints` if an earlier run saved it."""
     model = build(recipe)
     name = f"vit-{recipe.task}-{recipe.mitigation}-{recipe.seed}.safetensors".replace(" ", "-")
-    about = json.loads(
+    facts = json.loads(
         json.dumps({**asdict(recipe), "torch": torch.__version__, "timm": timm.__version__})
     )
-    if _read(keep / name, model, about):
+    if _load_checkpoint(checkpoints / name, model, facts):
         return model.eval()
     generator = torch.Generator().manual_seed(recipe.seed)
     fit(
@@ -277,18 +274,17 @@ def trained(
         lr=recipe.lr,
         betas=(0.9, 0.98),
         weight_decay=recipe.weight_decay,
-        progress=progress,
     )
     tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
-    write_bytes(keep / name, save(tensors, {"sinkwise": json.dumps(about)}))
+    write_bytes(checkpoints / name, save(tensors, {"sinkwise": json.dumps(facts)}))
     return model.eval()
 
 
-def _read(path: Path, model: nn.Module, about: dict[str, Any]) -> bool:
-    """Whether the weights of just this recipe were there, and are now in `model`."""
+def _load_checkpoint(path: Path, model: nn.Module, facts: dict[str, Any]) -> bool:
+    """Load the weights into `model` if the file exists and has the same facts; whether it did."""
     try:
         with safe_open(path, "pt") as file:
-            if json.loads(file.metadata()["sinkwise"]) != about:
+            if json.loads(file.metadata()["sinkwise"]) != facts:
                 return False
             tensors = {key: file.get_tensor(key) for key in file.keys()}
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):

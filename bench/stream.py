@@ -22,11 +22,11 @@ import sinkwise
 from sinkwise.attention.rotary import Rotary
 from sinkwise.core.retention import Retention
 from sinkwise.streaming.cache import SinkCache
-from sinkwise.streaming.call import Call
+from sinkwise.streaming.call import CacheCall
 from sinkwise.streaming.layer import SinkLayer
 from sinkwise.streaming.plan import Tokens
 from sinkwise.streaming.positions.decoder import decoder_of
-from sinkwise.streaming.rotation import Turning
+from sinkwise.streaming.rotation import SinkRotation
 
 SINKS = 4
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -164,16 +164,16 @@ def updates(length: int, rounds: int) -> dict[str, float]:
     key, value = keys[:, :, :1], values[:, :, :1]
     retention = Retention(SINKS, length - SINKS)
     layer = SinkLayer(retention, rotary, sliding=False)
-    whole = Call(Tokens((0,), length), retention, (0,))
+    whole = CacheCall(Tokens((0,), length), retention, (0,))
     layer.update(keys, values, whole.plan(retention), None)
-    # What a step does once for all layers, turning the sinks, happens before the clock runs.
-    turnings = Turning.of([layer])
+    # What a step does once for all layers, re-rotating the sinks, is not timed here.
+    rotations = SinkRotation.of([layer])
     steps = iter(range(length, length + rounds))
 
     def step() -> float:
         seen = next(steps)
-        for turning in turnings:
-            turning.write(seen - length + 1)
+        for rotation in rotations:
+            rotation.write(seen - length + 1)
         return ms(lambda: layer.step(key, value, *retention.step(seen)))
 
     times = [step() for _ in range(rounds)]

@@ -1,7 +1,7 @@
-"""What a mitigation costs: one training step of ViT-S/16 with it against one without.
+"""The cost of a mitigation: a training step of ViT-S/16 with it, relative to one without.
 
-`OMP_NUM_THREADS=1 python bench/surgery.py`: a minute on one CPU core. Steps alternate, so that
-what else the machine does falls on all alike; the ratio is the median over the rounds.
+`OMP_NUM_THREADS=1 python bench/surgery.py` takes a minute on one CPU core. The variants take turns,
+so that other load on the machine affects all of them; the ratio is the median over the rounds.
 """
 
 import statistics
@@ -32,7 +32,7 @@ def step(model: torch.nn.Module, x: torch.Tensor) -> float:
 
 
 def main() -> None:
-    """Print one row a variant."""
+    """Print one row per variant."""
     torch.manual_seed(0)
     x = torch.randn(BATCH, 3, 224, 224)
     models = {}
@@ -40,9 +40,8 @@ def main() -> None:
         models[name] = timm.create_model("vit_small_patch16_224", pretrained=False)
         if mitigations:
             sw.mitigate(models[name], *mitigations)
-    rounds = [{name: step(model, x) for name, model in models.items()} for _ in range(ROUNDS + 1)][
-        1:
-    ]
+    rounds = [{name: step(model, x) for name, model in models.items()} for _ in range(ROUNDS + 1)]
+    rounds = rounds[1:]  # the first round warms up
     plain = sum(p.numel() for p in models["plain"].parameters())
     print("| mitigation | parameters | training step |\n|---|---|---|")
     for name, model in models.items():

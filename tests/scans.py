@@ -1,9 +1,6 @@
 """Small models with sinks on disk, and what makes two scans the same to the last bit."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -15,12 +12,13 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
+from tests import command
 from tests.tokenizers import word_tokenizer
 
 FRAMES = ("events", "heads", "layers")
 WORDS = ["the", "sink", "draws", "attention", "from", "every", "query", "has", "nothing"]
-COMMAND = [sys.executable, "-m", "sinkwise", "diagnose"]
-ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+COMMAND = [*command.COMMAND, "diagnose"]
+ENVIRONMENT = command.ENVIRONMENT
 
 
 def identical(one, other):
@@ -87,7 +85,4 @@ def pictures(folder, number):
 
 def sinkwise(*arguments: str | Path, cwd: Path, **environment: str):
     """Run `sinkwise diagnose` in a process of its own."""
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        capture_output=True, text=True, cwd=cwd, env={**ENVIRONMENT, **environment}, timeout=120,
-    )  # fmt: skip
+    return command.sinkwise("diagnose", *arguments, cwd=cwd, **environment)

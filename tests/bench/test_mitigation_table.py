@@ -1,4 +1,4 @@
-"""The table of mitigations, with tiny settings: its numbers, its resuming, its pictures."""
+"""The tables of mitigations, with tiny settings: numbers, resuming, images."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_from_end_to_end(tmp_path, monkeypatch, capsys):
     import mitigation_table
     import small_vit
 
-    monkeypatch.setattr(small_vit, "TEST_PICTURES", 24)
+    monkeypatch.setattr(small_vit, "TEST_IMAGES", 24)
     names = ["none", "headwise gate", "gate + registers", "sink logit", "global pathway"]
     arguments = [str(tmp_path), "--parts", "vit,costs", "--mitigations", ",".join(names)]
     arguments += ["--vit-steps", "2", "--vit-seeds", "1", "--rounds", "1", "--no-large"]
@@ -119,9 +119,12 @@ def test_unusable_options_are_named(tmp_path, capsys):
     import mitigation_table
 
     for given, words in (
-        (["--parts", "vit,cost"], "'cost' is none of synthetic, vit, costs"),
-        (["--mitigations", "none,gates"], "'gates' is none of none, elementwise gate"),
-        (["--mitigations", "registers,none"], "must be 'none'"),
+        (["--parts", "vit,cost"], "--parts must be from synthetic, vit, costs; got 'cost'"),
+        (["--mitigations", "none,gates"], "--mitigations must be from none, elementwise gate"),
+        (
+            ["--mitigations", "registers,none"],
+            "must begin with 'none', the baseline of the others; got 'registers'",
+        ),
     ):
         with pytest.raises(SystemExit):
             mitigation_table.main([str(tmp_path), *given])
@@ -132,43 +135,43 @@ def test_the_board(vit):
     recipe = vit.Recipe(task="board", bright_share=0.4)
     found = vit.draw(recipe, 7, torch.Generator().manual_seed(0), train=True)
     pixels, labels = vit.digits()
-    for picture, targets, silent in zip(*found[:2], found.silent, strict=True):
+    for image, targets, silent in zip(*found[:2], found.silent, strict=True):
         assert found.ink.all()
         patches = silent.reshape(6, 6)
         tiles = patches[::2, ::2]
         assert torch.equal(tiles.repeat_interleave(2, 0).repeat_interleave(2, 1), patches)
-        told = torch.zeros(10)
+        answer = torch.zeros(10)
         for row in range(3):
             for column in range(3):
-                tile = picture[0, 8 * row : 8 * row + 8, 8 * column : 8 * column + 8]
+                tile = image[0, 8 * row : 8 * row + 8, 8 * column : 8 * column + 8]
                 light = 0.5 if tiles[row, column] else 1.0
-                same = (pixels[: vit.TRAINED_ON] * light == tile).all(-1).all(-1).nonzero()
+                same = (pixels[: vit.TRAIN_DIGITS] * light == tile).all(-1).all(-1).nonzero()
                 assert len(same), "an upright digit of the training part"
-                told[labels[same[0]]] += 3 / 9
+                answer[labels[same[0]]] += 3 / 9
         answers = targets.reshape(6, 6, 10)
         assert not answers[patches].any()
-        torch.testing.assert_close(answers[~patches], told.expand(int((~patches).sum()), -1))
+        torch.testing.assert_close(answers[~patches], answer.expand(int((~patches).sum()), -1))
 
 
 def test_the_canvas(vit):
     recipe = vit.RECIPES["canvas"]
     found = vit.draw(recipe, 50, torch.Generator().manual_seed(0), train=False)
     pixels, labels = vit.digits()
-    held_out = pixels[vit.TRAINED_ON :]
-    for picture, label, ink in zip(found.pixels, found.targets, found.ink, strict=True):
-        tiles = F.unfold(picture[None], 8, stride=4)[0].T.reshape(-1, 8, 8)
-        whole = tiles[tiles.sum((1, 2)) == picture.sum()]
+    held_out = pixels[vit.TRAIN_DIGITS :]
+    for image, label, ink in zip(found.pixels, found.targets, found.ink, strict=True):
+        tiles = F.unfold(image[None], 8, stride=4)[0].T.reshape(-1, 8, 8)
+        whole = tiles[tiles.sum((1, 2)) == image.sum()]
         same = [(held_out == tile).all(-1).all(-1).nonzero() for tile in whole]
-        assert label in [labels[vit.TRAINED_ON + one[0]] for one in same if len(one)]
-        blank = F.unfold(picture[None], 4, stride=4)[0].T.sum(-1) == 0
+        assert label in [labels[vit.TRAIN_DIGITS + one[0]] for one in same if len(one)]
+        blank = F.unfold(image[None], 4, stride=4)[0].T.sum(-1) == 0
         assert torch.equal(ink, ~blank) and ink.sum() <= 4
     assert not found.silent.any()
-    assert len({tuple(ink.nonzero()[0].tolist()) for ink in found.ink}) > 10, "places differ"
+    assert len({tuple(ink.nonzero()[0].tolist()) for ink in found.ink}) > 10, "positions differ"
 
 
 def test_variants_start_alike_and_differ_in_what_they_are_for(vit):
     recipe = vit.Recipe(task="board", width=16, depth=2)
-    pixels = vit.test_pictures(recipe).pixels[:5]
+    pixels = vit.test_images(recipe).pixels[:5]
     built = {name: vit.build(replace(recipe, mitigation=name)) for name in vit.MITIGATIONS}
     plain = built["none"](pixels)
     for name, model in built.items():
@@ -187,7 +190,7 @@ def test_variants_start_alike_and_differ_in_what_they_are_for(vit):
 
 def test_quality(vit):
     board = vit.Recipe(task="board")
-    pictures = vit.test_pictures(board)
+    images = vit.test_images(board)
 
     class Says(torch.nn.Module):
         def __init__(self, answers):
@@ -197,15 +200,15 @@ def test_quality(vit):
         def forward(self, pixels):
             return self.answers
 
-    assert vit.quality(board, Says(pictures.targets), pictures) == 1
-    mean = pictures.targets[~pictures.silent].mean(0).expand_as(pictures.targets)
-    assert vit.quality(board, Says(mean), pictures) == pytest.approx(0, abs=1e-6)
+    assert vit.quality(board, Says(images.targets), images) == 1
+    mean = images.targets[~images.silent].mean(0).expand_as(images.targets)
+    assert vit.quality(board, Says(mean), images) == pytest.approx(0, abs=1e-6)
     canvas = vit.RECIPES["canvas"]
-    pictures = vit.test_pictures(canvas)
-    right = F.one_hot(pictures.targets, 10).float()[:, None].repeat(1, 36, 1)
-    assert vit.quality(canvas, Says(right), pictures) == 1
+    images = vit.test_images(canvas)
+    right = F.one_hot(images.targets, 10).float()[:, None].repeat(1, 36, 1)
+    assert vit.quality(canvas, Says(right), images) == 1
     right[:, :9] = right[:, :9].roll(1, -1)
-    assert vit.quality(canvas, Says(right), pictures) == pytest.approx(0.75)
+    assert vit.quality(canvas, Says(right), images) == pytest.approx(0.75)
 
 
 def test_flops_of_attention_on_a_cpu():
@@ -223,31 +226,31 @@ def test_flops_of_attention_on_a_cpu():
     assert mitigation_costs.step_flops(layer, step) == 7 * product + 3 * linear
 
 
-def test_what_patches_read_at_tokens_that_share_a_sink(vit):
-    import vit_reading
+def test_what_patches_receive_from_tokens_that_share_a_sink(vit):
+    import vit_evaluation
 
     recipe = vit.Recipe(task="board", width=16, depth=1, mitigation="registers")
     model = vit.build(recipe).eval()
     block, registers = model.trunk.blocks[0], model.trunk.registers.tokens.data
     registers[:] = registers[0]  # four equal tokens are one sink
     block.attn.qkv.weight.data[:32] *= 30
-    read = vit_reading.Reading(recipe, model)
-    assert read.prefix == 5
-    numbers = read.numbers
+    evaluation = vit_evaluation.Evaluation(recipe, model)
+    assert evaluation.prefix == 5
+    numbers = evaluation.numbers
     assert 0 < numbers["dim, prefix"] < 1 and abs(numbers["dim, none"]) < 1e-6
     block.attn.qkv.weight.data[32:] *= 7  # values, of registers and of patches
-    assert vit_reading.Reading(recipe, model).numbers["dim, ratio"] == pytest.approx(
+    assert vit_evaluation.Evaluation(recipe, model).numbers["dim, ratio"] == pytest.approx(
         numbers["dim, ratio"], rel=1e-4
     )
     block.norm1.weight.data.zero_()  # all tokens alike: every value is the usual one
     block.norm1.bias.data.fill_(1.0)
-    alike = vit_reading.Reading(recipe, model).numbers
+    alike = vit_evaluation.Evaluation(recipe, model).numbers
     assert alike["dim, ratio"] == pytest.approx(1, rel=1e-4)
     assert alike["dim, prefix"] == pytest.approx(5 / 41, rel=1e-4)
 
 
 def test_counts_and_shares():
-    import vit_reading
+    import vit_evaluation
 
-    assert vit_reading.counts([["nop", "none"], ["nop", "mixed"]]) == "3/4: 2 nop, 1 mixed"
-    assert vit_reading.counts([["none", "none"]]) == "0/2"
+    assert vit_evaluation.counts([["nop", "none"], ["nop", "mixed"]]) == "3/4: 2 nop, 1 mixed"
+    assert vit_evaluation.counts([["none", "none"]]) == "0/2"

@@ -1,9 +1,6 @@
 """The command, run as a user runs it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import polars as pl
@@ -18,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.command import sinkwise
 from tests.tokenizers import word_tokenizer
 
 WORDS = [
@@ -34,18 +32,6 @@ WORDS = [
     "to",
     "say",
 ]
-
-
-def sinkwise(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "sinkwise", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +198,7 @@ def test_synthetic_logit(tmp_path: Path) -> None:
     [
         (["nop", "--form", "slow"], "--form 'slow' must be one of fast, no-null, causal, sweep"),
         (["nop", "--mitigation", "prayer"], "--mitigation 'prayer' must be one of none, gate"),
-        (["registers", "--mitigation", "register"], "does not fit"),
+        (["registers", "--mitigation", "register"], "--mitigation 'register' does not exist for"),
         (["cross", "--seeds", "0"], "--seeds must be at least 1; got 0"),
         (["logit", "--out", "file"], "--out must name a folder that can be made; got 'file'"),
         (["nop", "--out", "file"], "--out must name a folder that can be made; got 'file'"),

@@ -1,9 +1,6 @@
 """`sinkwise mitigate`, run as a user runs it, and what `sinkwise diagnose` makes of its folder."""
 
 import json
-import os
-import subprocess
-import sys
 
 import polars as pl
 import pytest
@@ -16,22 +13,11 @@ from sinkwise.hosts.loading.load import IMAGENET_MEAN, IMAGENET_STD
 from sinkwise.hosts.loading.source import ImagePreprocessing
 from sinkwise.mitigations.gate import Gate
 from sinkwise.mitigations.registers import Registers
+from tests.command import sinkwise
 from tests.mitigations.test_register_neurons import BLOCK, NEURON, plant_in
 from tests.tokenizers import word_tokenizer
 
 WORDS = ["the", "sink", "draws", "attention", "from", "every", "query"]
-
-
-def sinkwise(*arguments, cwd):
-    """Run the command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "sinkwise", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -377,14 +377,16 @@ def test_notes():
     assert notes(empty) == []
     (line,) = notes(scan(screen=True).meta)
     assert line.startswith(
-        "Screened: 0 of 10 attention calls by 192 queries (causal: 64 a stratum)"
+        "Of 10 attention calls, 10 were measured in full and 0 were screened with 192 sampled "
+        "queries (causal calls: 64 per stratum)."
     )
-    assert line.endswith("a sink is missed with probability <= 1e-06.")
+    assert line.endswith("the probability of missing a given sink is at most 1e-06.")
     measured = {**empty, "sites_measured": ["a.b", "a.c"], "calls_skipped": [""]}
     assert notes(measured) == [
-        "Weights of 2 modules (a.b, ...) were measured, as no layout knows them.",
-        "Calls of the model itself are no attention over tokens: left out.",
+        "Unknown weight layout in 2 modules (a.b, ...): weights per head come from the Jacobian.",
+        "Calls that are not attention over tokens in the model itself: left out.",
     ]
     rest = {**empty, "output_unknown": ["o"], "blocks_without_softmax_attention": ["h.0", "h.1"]}
     told = " ".join(notes(rest))
-    assert "projection of o is unknown" in told and "2 modules (h.0, ...): nothing" in told
+    assert "projection in o: its value ratios are raw" in told
+    assert "No softmax attention in 2 modules (h.0, ...): not measured." in told

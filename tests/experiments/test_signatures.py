@@ -1,7 +1,7 @@
-"""The signatures that theory asks for, over five seeds of every fast experiment.
+"""The signatures that theory predicts, over five seeds of every fast experiment.
 
-The authors' forms take minutes a seed: `sinkwise synthetic nop --form causal` and the like, with
-their results in docs/synthetic.md; here one seed of the causal form is trained for a while.
+The authors' forms take minutes per seed (`sinkwise synthetic nop --form causal`, for example; their
+results are in docs/synthetic.md). Here one seed of the causal form is trained for 300 steps.
 """
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from sinkwise.experiments.cross import CROSS
-from sinkwise.experiments.running import run
+from sinkwise.experiments.experiment_run import run_experiment
 from sinkwise.synthetic.forms import experiment
 
 SEEDS = range(5)
@@ -18,10 +18,10 @@ FAST = [names for names in CROSS if names[0] != "registers"]
 
 
 def each(*names, seeds=SEEDS):
-    """Every seed's run; each must be called right."""
+    """The run of each seed; the scan's verdicts must be as expected."""
     chosen = experiment(*names)
     for seed in seeds:
-        one = run(chosen, seed)
+        one = run_experiment(chosen, seed)
         assert one.right, (names, seed, one.verdicts, one.rows)
         yield one, one.rows.to_dicts()
 
@@ -90,10 +90,10 @@ NO_NULL = ("none", "gate", "headwise-gate", "register", "both", "sink-logit", "s
 @pytest.mark.parametrize("mitigation", [*NO_NULL, "global-pathway"])
 def test_damping_without_a_null_token(mitigation):
     for one, (row,) in each("nop", "no-null", mitigation, seeds=range(2)):
-        idle = one.experiment.task.idle(one.sample)
-        spared = one.after[0].spared[:, one.experiment.task.num_registers :]
+        idle = one.experiment.task.idle(one.batch)
+        sink_logit = one.after[0].sink_logit_share[:, one.experiment.task.num_registers :]
         if mitigation == "none":
-            assert row["error"] > 0.1, "a head alone cannot look at nothing"
+            assert row["error"] > 0.1, "a head alone cannot attend to nothing"
             continue
         assert row["error"] < 2e-3
         if mitigation in ("register", "both"):
@@ -101,22 +101,24 @@ def test_damping_without_a_null_token(mitigation):
         else:
             assert row["largest"] < 1.5 * row["uniform"]
         if mitigation in ("sink-logit", "softmax-one"):
-            assert spared[idle].mean() > 0.98 and spared[~idle].mean() < 0.02
+            assert sink_logit[idle].mean() > 0.98 and sink_logit[~idle].mean() < 0.02
         else:
-            assert spared.abs().max() < 1e-9
+            assert sink_logit.abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("mitigation", ["sink-logit", "softmax-one", "global-pathway"])
-def test_what_else_leaves_the_broadcast(mitigation):
+def test_other_mitigations_leave_the_broadcast(mitigation):
     for one, rows in each("broadcast", "deep", mitigation, seeds=range(2)):
         check_hub(rows)
-        assert one.after[0].spared.mean() < 0.01, "a sink logit takes nothing from a broadcast"
+        assert one.after[0].sink_logit_share.mean() < 0.01, (
+            "a sink logit takes nothing from a broadcast"
+        )
 
 
 def test_the_authors_causal_form_begins_to_sink():
     chosen = experiment("nop", "causal")
     chosen = replace(chosen, task=replace(chosen.task, steps=300))
-    one = run(chosen, 0)
+    one = run_experiment(chosen, 0)
     row = one.rows.to_dicts()[0]
     assert row["mass_nop"] > 0.8 and row["mass_active"] < 0.2 and row["value_ratio"] < 0.2
     assert one.right

@@ -1,9 +1,9 @@
-"""What a sink cache must give: un-rotated keys, rotated by their place at every step, in float64.
+"""What a sink cache must compute: keys rotated for their cache positions at every step, in float64.
 
-Two of them, written independently of the package. `llama_logits` is a Llama by hand, in which
-queries and keys are rotated by their places. `place_logits` drives any model's own modules one
-token at a time: the model is told position 0, so that its queries and keys come un-rotated; each
-key is turned by its place less the query's.
+Two oracles, independent of the package. `llama_logits` is a hand-written Llama, in which queries
+and keys are rotated for their cache positions. `position_logits` runs any model's own modules one
+token at a time, always at position 0, so that queries and keys come un-rotated, and rotates each
+key by its cache position minus the query's.
 """
 
 import inspect
@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 
-def places(token: int, sinks: int, window: int) -> tuple[list[int], list[int]]:
-    """(tokens that token t still sees, their places), by counting."""
+def cache_positions(token: int, sinks: int, window: int) -> tuple[list[int], list[int]]:
+    """(tokens that token t still sees, their cache positions), by counting."""
     kept = [key for key in range(token + 1) if key < sinks or token - key < window]
     return kept, list(range(len(kept)))
 
@@ -25,10 +25,10 @@ def rotate(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """Each pair of the last axis as a complex number times e^{i angle}."""
     half = x.shape[-1] // 2
     pairs = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
-    turned = torch.complex(*pairs) * torch.polar(torch.ones_like(angles), angles)
+    rotated = torch.complex(*pairs) * torch.polar(torch.ones_like(angles), angles)
     if interleaved:
-        return torch.view_as_real(turned).flatten(-2)
-    return torch.cat([turned.real, turned.imag], dim=-1)
+        return torch.view_as_real(rotated).flatten(-2)
+    return torch.cat([rotated.real, rotated.imag], dim=-1)
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def llama_logits(model: Any, tokens: list[int], sinks: int, window: int) -> Tens
     cache: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(config.num_hidden_layers)]
     out = []
     for step, token in enumerate(tokens):
-        kept, place = places(step, sinks, window)
+        kept, position = cache_positions(step, sinks, window)
         x = weights["model.embed_tokens.weight"][token]
         for layer in range(config.num_hidden_layers):
             at = f"model.layers.{layer}."
@@ -54,7 +54,7 @@ def llama_logits(model: Any, tokens: list[int], sinks: int, window: int) -> Tens
             cache[layer].append((k.view(groups, head), v.view(groups, head)))
             keys = torch.stack([cache[layer][j][0] for j in kept], dim=1)
             values = torch.stack([cache[layer][j][1] for j in kept], dim=1)
-            angles = torch.tensor(place, dtype=torch.float64)[:, None] * speed
+            angles = torch.tensor(position, dtype=torch.float64)[:, None] * speed
             keys = rotate(keys, angles, False)
             q = rotate(q.view(heads, head), angles[-1], False)
             parts = []
@@ -81,8 +81,8 @@ class Layer:
     """The layer's own sliding window."""
 
 
-class PlaceCache(DynamicCache):
-    """Keeps everything, gives each step what it may see, in the order of the places."""
+class PositionCache(DynamicCache):
+    """Keeps everything, gives each step what it may see, in the order of their cache positions."""
 
     def __init__(self, layers: list[Layer], sinks: int, window: int) -> None:
         super().__init__()
@@ -91,22 +91,22 @@ class PlaceCache(DynamicCache):
         self.step = 0
 
     def kept(self, layer: int) -> tuple[list[int], list[int]]:
-        """(tokens seen by the present one, their places): of a sliding layer its real distances."""
+        """(tokens that the current one sees, their positions); a sliding layer's are real ones."""
         own = self.kinds[layer].window
         if own is None:
-            return places(self.step, *self.sizes)
+            return cache_positions(self.step, *self.sizes)
         near = [key for key in range(self.step + 1) if self.step - key < own]
         return near, near
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any):
-        """Store un-rotated, return rotated by place."""
+        """Store un-rotated, return rotated for their cache positions."""
         self.stored[layer_idx].append((key_states, value_states))
-        kept, place = self.kept(layer_idx)
+        kept, position = self.kept(layer_idx)
         keys = torch.cat([self.stored[layer_idx][j][0] for j in kept], dim=2)
         values = torch.cat([self.stored[layer_idx][j][1] for j in kept], dim=2)
         kind = self.kinds[layer_idx]
         if kind.speed is not None:
-            distance = torch.tensor(place, dtype=torch.float64) - place[-1]
+            distance = torch.tensor(position, dtype=torch.float64) - position[-1]
             wide = 2 * len(kind.speed)
             part = rotate(keys[..., :wide], distance[:, None] * kind.speed, kind.interleaved)
             keys = torch.cat([part, keys[..., wide:]], dim=-1)
@@ -132,7 +132,7 @@ class PlaceCache(DynamicCache):
 
 
 @torch.no_grad()
-def place_logits(
+def position_logits(
     model: Any,
     tokens: list[int],
     sinks: int,
@@ -142,10 +142,10 @@ def place_logits(
 ) -> Tensor:
     """Logits of every token by the model's own modules (in float64), one token at a time.
 
-    `positions`: `rotary` (told 0), `learned` (told the place), `bias` (told nothing; the number of
-    keys says it).
+    `positions`: `rotary` (always position 0), `learned` (the cache position) or `bias` (none; the
+    number of keys tells).
     """
-    cache = PlaceCache(layers, sinks, window)
+    cache = PositionCache(layers, sinks, window)
     names = inspect.signature(model.forward).parameters
     out = []
     for token in tokens:

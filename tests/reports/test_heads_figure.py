@@ -1,5 +1,6 @@
-"""The figure of heads: its data are the frame's, its colours the verdicts', its pixels drawn."""
+"""The chart of heads: its data are the frame's, its colours the verdicts', and it renders."""
 
+import re
 import struct
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 import sinkwise as sw
-from sinkwise.reports.charts import png
+from sinkwise.reports.charts import PIXEL_SCALE, png, svg
 from sinkwise.reports.heads_figure import COLORS, heads_figure
 from tests.planted import Planted, PlantedAttention, tokens
 
@@ -22,7 +23,7 @@ def cells(chart):
     return chart.to_dict()["data"]["values"]
 
 
-def test_one_cell_a_head(scan):
+def test_one_cell_per_head(scan):
     found = {(cell["layer"], cell["head"]): cell for cell in cells(heads_figure(scan))}
     assert len(found) == len(scan.heads) == 6
     for row in scan.heads.iter_rows(named=True):
@@ -51,7 +52,7 @@ class Pair(nn.Module):
         return x + self.self_attn(x) + self.other_attn(x)
 
 
-def test_two_attentions_of_a_layer_are_told_apart():
+def test_two_attention_modules_of_a_layer_are_distinguished():
     model = Planted([[0]])
     model.layers = nn.ModuleList([Pair(), Pair()])
     found = sw.scan(model, [tokens(3, 41, {0: [0], 1: [4]})])
@@ -62,7 +63,7 @@ def test_two_attentions_of_a_layer_are_told_apart():
     }
 
 
-def test_a_head_that_could_not_be_read(scan):
+def test_a_head_that_could_not_be_measured(scan):
     model = Planted([[0, 1]])
     model.layers[0].attn.v_proj.weight.data[0] = torch.nan
     found = sw.scan(model, [tokens(3, 41, {0: [0], 1: [3]})])
@@ -77,8 +78,10 @@ def test_many_layers_stay_in_order():
 
 def test_png(scan):
     chart = heads_figure(scan)
-    image, large = png(chart), png(chart, scale=4.0)
+    image = png(chart)
     assert image[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", image[16:24])
-    assert struct.unpack(">II", large[16:24]) == pytest.approx((2 * width, 2 * height), abs=4)
-    assert width > 100 and height > 100
+    declared = re.match(r'<svg[^>]* width="(\d+)" height="(\d+)"', svg(chart))
+    size = [int(pixels) for pixels in declared.groups()]
+    assert [width, height] == pytest.approx([PIXEL_SCALE * pixels for pixels in size], abs=2)
+    assert min(size) > 50

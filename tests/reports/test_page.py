@@ -1,4 +1,4 @@
-"""Pages are whole, escape their words and need nothing from outside."""
+"""Pages are well-formed, escape their text and load nothing from outside."""
 
 import re
 from dataclasses import replace
@@ -6,7 +6,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from sinkwise.experiments.running import run
+import sinkwise.reports.cross_page as cross_page_module
+from sinkwise.diagnosis.rules import MeanRule, MechanismRule, Rules
+from sinkwise.experiments.experiment_run import run_experiment
 from sinkwise.reports.bar_figure import bar_figure
 from sinkwise.reports.charts import png, svg
 from sinkwise.reports.cross_page import cross_charts, cross_page
@@ -14,9 +16,15 @@ from sinkwise.reports.line_figure import line_figure
 from sinkwise.reports.logit_figure import logit_curve, logit_figure
 from sinkwise.reports.map_figure import map_figure
 from sinkwise.reports.page import Figure, Page, Section
-from sinkwise.reports.synthetic_page import charts, synthetic_page
-from sinkwise.reports.synthetic_table import HEADINGS, markdown, short, spread, summary_rows
-from sinkwise.synthetic.forms import experiment
+from sinkwise.reports.synthetic_page import synthetic_charts, synthetic_page
+from sinkwise.reports.synthetic_table import (
+    HEADINGS,
+    format_number,
+    markdown,
+    mean_and_range,
+    summary_rows,
+)
+from sinkwise.synthetic.forms import FORMS, experiment
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -49,12 +57,12 @@ def check(html):
 def groups():
     chosen = [experiment("nop"), experiment("broadcast"), experiment("registers")]
     return [
-        [run(replace(one, task=replace(one.task, steps=15)), seed) for seed in range(2)]
+        [run_experiment(replace(one, task=replace(one.task, steps=15)), seed) for seed in range(2)]
         for one in chosen
     ]
 
 
-def test_words_are_escaped_and_pictures_are_inside(tmp_path):
+def test_text_is_escaped_and_figures_are_inside(tmp_path):
     chart = line_figure({"a & b": [(0, 1), (1, 2)]}, title="<b>", x="x", y="y")
     section = Section(
         heading="1 < 2", paragraphs=["<script>"], figures=[Figure(chart, "a & b")],
@@ -70,14 +78,45 @@ def test_words_are_escaped_and_pictures_are_inside(tmp_path):
 
 def test_pages_of_experiments(groups):
     for runs in groups:
-        html = synthetic_page(runs, charts(runs)).html()
+        html = synthetic_page(runs, synthetic_charts(runs)).html()
         check(html)
         assert runs[0].experiment.expected in html
+        assert runs[0].experiment.task.summary in html
         layers = len(runs[0].rows)
         assert html.count("<svg") == 1 + 3 * layers
     html = cross_page(groups, cross_charts(groups)).html()
     check(html)
     assert html.count("<svg") == 6
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_every_task_has_a_summary_for_its_page(kind):
+    for task in FORMS[kind].values():
+        assert task.summary.endswith(".") and not set("$`\\") & set(task.summary)
+
+
+def lines(chart):
+    """The named vertical lines of a bar chart."""
+    rules = [layer for layer in chart.to_dict()["layer"] if layer["mark"]["type"] == "rule"]
+    values = [layer["data"]["values"][0] for layer in rules]
+    return {value["word"]: value["value"] for value in values}
+
+
+def test_charts_show_the_thresholds_of_the_rules(groups, monkeypatch):
+    charts = cross_charts(groups)
+    assert lines(charts["nop-largest"]) == {"event rule": MeanRule().threshold}
+    rule = MechanismRule()
+    usual = {"NOP": rule.nop_ratio, "broadcast": rule.broadcast_ratio}
+    names = ("nop-ratio", "broadcast-ratio", "registers-ratio")
+    assert [lines(charts[name]) for name in names] == [usual] * 3
+    other = Rules(
+        bidirectional=MeanRule(threshold=0.37),
+        mechanism=MechanismRule(nop_ratio=0.11, broadcast_ratio=0.61),
+    )
+    monkeypatch.setattr(cross_page_module, "event_rules", lambda task: other)
+    charts = cross_charts(groups)
+    assert lines(charts["nop-largest"]) == {"event rule": 0.37}
+    assert lines(charts["nop-ratio"]) == {"NOP": 0.11, "broadcast": 0.61}
 
 
 def test_table_rows(groups):
@@ -89,11 +128,19 @@ def test_table_rows(groups):
     assert all(line.count("|") == len(HEADINGS) + 1 for line in lines)
 
 
-def test_numbers_in_few_digits():
+def test_numbers_with_few_digits():
     nan = float("nan")
-    assert [short(x) for x in (0.0, 0.12345, 43.48, 0.00002)] == ["0.000", "0.123", "43.5", "2e-05"]
-    assert spread([nan, nan]) == "-" and spread([0.5, nan]) == "0.500"
-    assert spread([0.1, 0.3]) == "0.200 (0.100 to 0.300)" and spread([1.0, 1.0]) == "1.000"
+    assert [format_number(x) for x in (0.0, 0.12345, 43.48, 0.00002)] == [
+        "0.000",
+        "0.123",
+        "43.5",
+        "2e-05",
+    ]
+    assert mean_and_range([nan, nan]) == "-" and mean_and_range([0.5, nan]) == "0.500"
+    assert (
+        mean_and_range([0.1, 0.3]) == "0.200 (0.100 to 0.300)"
+        and mean_and_range([1.0, 1.0]) == "1.000"
+    )
 
 
 def test_figures_hold_their_numbers(groups):

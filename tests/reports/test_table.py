@@ -1,4 +1,4 @@
-"""The layer table: each cell is a figure of the scan's frames."""
+"""The layer table: each cell is a number of the scan's frames."""
 
 import io
 
@@ -70,7 +70,7 @@ def test_the_table_as_printed(scan):
         assert f"{layer['received_first']:.2f}" in row
 
 
-def test_a_dash_stands_for_what_is_not_known(scan):
+def test_unknown_numbers_are_dashes(scan):
     nan = float("nan")
     layers = scan.layers.with_columns(
         similarity_after=pl.lit(nan), token_norm_max=pl.lit(None, pl.Float64)

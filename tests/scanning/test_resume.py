@@ -276,7 +276,7 @@ def test_the_command_goes_on(tmp_path):
     assert done.returncode == 0, done.stderr
     told = f"sinkwise: going on: {kept} of its batches are already in {tmp_path}/.a-parts/"
     assert [line for line in done.stderr.splitlines() if "sinkwise" in line] == [told]
-    assert "missed with probability <= 1e-06" in " ".join(done.stdout.split())
+    assert "probability of missing a given sink is at most 1e-06" in " ".join(done.stdout.split())
     assert not (tmp_path / ".a-parts").exists()
     inputs = sw.text(tmp_path / "book.txt", length=12, samples=61, batch_size=1)
     fresh = sw.scan(sw.load(str(tmp_path / "text")), inputs, screen=True)

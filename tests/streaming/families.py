@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.oracles.positions import Layer, place_logits
+from tests.oracles.positions import Layer, position_logits
 
 VOCABULARY = 97
 _SIZES = dict(  # noqa: C408
@@ -142,7 +142,7 @@ def expected(name: str, model: Any, tokens: list[int], sinks: int, window: int) 
     """Logits of one text by the oracle, in float64."""
     exact = copy.deepcopy(model).double()
     family = FAMILIES[name]
-    return place_logits(exact, tokens, sinks, window, layers(name, exact), family.positions)
+    return position_logits(exact, tokens, sinks, window, layers(name, exact), family.positions)
 
 
 def texts(length: int, batch: int = 1, seed: int = 3) -> Tensor:

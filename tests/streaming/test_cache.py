@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -278,6 +279,44 @@ def test_a_collected_cache_leaves_the_model() -> None:
     assert hooks(model) == 0
 
 
+@pytest.mark.parametrize("way", ["close", "reset", "with", "collect", "next call"])
+@pytest.mark.parametrize("name", ["bloom", "llama"])
+def test_an_interrupted_call_leaves_no_hooks(name: str, way: str) -> None:
+    """torch runs no hook after a KeyboardInterrupt: whatever is done next removes them."""
+    model, tokens = build(name), texts(12, 2)
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = 0  # padding needs hooks on every attention module
+    with torch.no_grad():
+        plain = model(tokens).logits
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    cache: SinkCache | None = SinkCache(model, WINDOW, SINKS)
+    assert cache is not None
+    handle = cache.decoder.attention[-1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), cache if way == "with" else nullcontext():
+        fed(model, cache, tokens, [12], attention_mask=mask)
+    handle.remove()
+    if way != "with":
+        assert hooks(model) > 2
+    left = {"close": 0, "reset": 2, "with": 0, "collect": 0, "next call": 2}[way]
+    if way == "close":
+        cache.close()
+    elif way == "reset":
+        cache.reset()
+        fed(model, cache, tokens, [12], attention_mask=mask)
+    elif way == "collect":
+        cache = None
+        gc.collect()
+    elif way == "next call":
+        with pytest.raises(InputError, match="failed before its end"):
+            fed(model, cache, tokens, [12])
+    assert hooks(model) == left
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, plain)
+
+
 def test_a_failed_call_is_told_and_leaves_nothing_hanging() -> None:
     model = build("bloom")
     cache = SinkCache(model, WINDOW, SINKS)
@@ -286,7 +325,7 @@ def test_a_failed_call_is_told_and_leaves_nothing_hanging() -> None:
     with pytest.raises(ZeroDivisionError):
         fed(model, cache, texts(1), [1])
     handle.remove()
-    assert hooks(model) == 2 and cache.call is None
+    assert hooks(model) == 2 and cache._attachment.call is None
     with pytest.raises(InputError, match="failed before its end"):
         fed(model, cache, texts(1), [1])
     cache.reset()

@@ -1,4 +1,4 @@
-"""The chat example, with a script in the place of a person."""
+"""The chat example, with a script instead of a person."""
 
 import os
 import subprocess

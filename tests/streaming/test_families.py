@@ -1,4 +1,4 @@
-"""Every family gives with a sink cache what the oracle gives: by place, at every step."""
+"""Every family gives with a sink cache what the oracle gives: at cache positions, at every step."""
 
 import pytest
 import torch

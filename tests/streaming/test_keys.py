@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sinkwise.attention.rotary import Rotary
 from sinkwise.streaming.cache import SinkCache
-from tests.oracles.positions import places, rotate
+from tests.oracles.positions import cache_positions, rotate
 
 from .families import build, fed, texts
 
@@ -27,22 +27,22 @@ def raw(model: Any, tokens: Tensor) -> Tensor:
 
 
 def by_place(model: Any, tokens: Tensor) -> Tensor:
-    """What is kept of them, each rotated by its place in the cache."""
-    kept, place = places(tokens.shape[1] - 1, SINKS, WINDOW)
+    """What is kept of them, each rotated for its cache position."""
+    kept, position = cache_positions(tokens.shape[1] - 1, SINKS, WINDOW)
     speed = model.model.rotary_emb.inv_freq.double()
-    angles = torch.tensor(place, dtype=torch.float64)[:, None] * speed
+    angles = torch.tensor(position, dtype=torch.float64)[:, None] * speed
     return rotate(raw(model, tokens).double()[:, :, kept], angles, False)
 
 
 def stored(cache: SinkCache, count: int) -> Tensor:
-    """The buffer in the order of the places, turned so that the query stands at its place."""
+    """The buffer in the order of cache positions, rotated so that the query is at its own."""
     layer = cache.layers[0]
     assert layer.keys is not None and layer.rotary is not None
-    kept, _ = places(count - 1, SINKS, WINDOW)
+    kept, _ = cache_positions(count - 1, SINKS, WINDOW)
     slots = [j if j < SINKS else SINKS + (j - SINKS) % WINDOW for j in kept]
     keys = layer.keys[:, :, slots].double()
     at = count - 1 - cache.rows.base[0]
-    return layer.rotary.turn(keys, torch.tensor(len(kept) - 1 - at))
+    return layer.rotary.rotate(keys, torch.tensor(len(kept) - 1 - at))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 3e-5),
@@ -102,8 +102,8 @@ def test_turns_add_up(interleaved: bool, start: int) -> None:
     torch.manual_seed(0)
     rotary = Rotary(torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), start, interleaved)
     x = torch.randn(2, 3, 5, 11, dtype=torch.float64)
-    there = rotary.turn(rotary.turn(x, torch.tensor(700)), torch.tensor(-653))
-    torch.testing.assert_close(there, rotary.turn(x, torch.tensor(47)), rtol=0, atol=1e-12)
+    there = rotary.rotate(rotary.rotate(x, torch.tensor(700)), torch.tensor(-653))
+    torch.testing.assert_close(there, rotary.rotate(x, torch.tensor(47)), rtol=0, atol=1e-12)
     part = slice(start, start + 6)
     want = rotate(x[..., part], 47 * rotary.frequencies.expand(5, 3), interleaved)
     torch.testing.assert_close(there[..., part], want, rtol=0, atol=1e-12)

@@ -131,11 +131,11 @@ def test_its_own_cache_goes_with_it() -> None:
 @pytest.mark.parametrize(
     "tokens, options, match",
     [
-        ([5, 97], {}, "token 97 is not in the vocabulary of 97"),
+        ([5, 97], {}, "token 97 must be at least 0 and below the vocabulary's 97"),
         ([-1], {}, "token -1"),
         ([5], {"chunk_length": 0}, "chunk_length=0"),
         ([5], {"max_new_tokens": -1}, "max_new_tokens=-1"),
-        ([], {"max_new_tokens": 1}, "no token to go on from"),
+        ([], {"max_new_tokens": 1}, "no token to generate from"),
     ],
 )
 def test_mistakes(tokens: list[int], options: dict[str, int], match: str) -> None:

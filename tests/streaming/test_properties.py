@@ -194,7 +194,7 @@ def test_slots_are_those_of_a_list_and_a_deque(sinks: int, window: int, seen: li
         if count:
             newest = torch.tensor(count - 1)
             order = [*first, *recent]
-            places = policy.place(newest, torch.tensor(order)).tolist()
-            assert places == list(range(len(order)))
+            found = policy.position(newest, torch.tensor(order)).tolist()
+            assert found == list(range(len(order)))
             visible = policy.visible(newest, torch.arange(count)).nonzero()[:, 0].tolist()
             assert visible == order

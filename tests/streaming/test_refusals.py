@@ -30,10 +30,10 @@ def test_what_cannot_be_right_is_refused() -> None:
     refused("use_cache=True as well", use_cache=False)
     refused("makes its own masks", attention_mask=torch.ones(1, 1, 30, 30))
     refused("makes its own masks", attention_mask=torch.ones(2, 30))
-    refused("29 columns: 30", attention_mask=torch.ones(1, 29))
-    refused("at most 16 at a time", output_attentions=True)
+    refused("29 columns; it must have 30", attention_mask=torch.ones(1, 29))
+    refused("at most 16 tokens at a time", output_attentions=True)
     fed(model, cache, tokens, [30])
-    refused("29 columns: 30 .* or 60", attention_mask=torch.ones(1, 29))
+    refused("29 columns; it must have 30 .* or 60", attention_mask=torch.ones(1, 29))
     refused("2 rows and the cache holds 1", input_ids=tokens.repeat(2, 1))
     with torch.enable_grad(), pytest.raises(InputError, match="call model"):
         model.train()(tokens, past_key_values=cache)
@@ -42,7 +42,7 @@ def test_what_cannot_be_right_is_refused() -> None:
         fed(build("llama"), cache, tokens, [30])
     model.config._attn_implementation = "flash_attention_2"
     refused("takes no mask", attention_mask=torch.ones(1, 30).tril(-1))
-    assert hooks(model) == 2 and cache.call is None
+    assert hooks(model) == 2 and cache._attachment.call is None
 
 
 @pytest.mark.parametrize("given", [{"window_length": 0}, {"num_sink_tokens": -1},

@@ -1,4 +1,4 @@
-"""What the synthetic tests measure by: signatures from the weights, in plain float64 einsums."""
+"""Helpers of the synthetic tests: signatures from the weights, in plain float64 einsums."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """How one head treats the token `sink` of each sample."""
+    """Statistics of one head, for the token `sink` of each sample."""
 
     attention: Tensor
     """batch query key"""
     mass: Tensor
-    """batch query: what each query gives to the sink."""
+    """batch query: attention of each query to the sink."""
     ratio: Tensor
-    """batch: norm of W_O v at the sink against its mean elsewhere."""
+    """batch: norm of W_O v at the sink over its mean elsewhere."""
     stable_rank: Tensor
     """batch: of the update A v W_O^T."""
     update: Tensor
@@ -46,7 +46,7 @@ def signature(attention: nn.Module, x: Tensor, sink: Tensor) -> Signature:
 
 
 def assert_nop(found: Signature, aligned: Tensor) -> None:
-    """Token 0 takes the aligned queries, and only them, and gives them nothing."""
+    """The aligned queries, and only they, attend to token 0, whose value is near zero."""
     others = ~aligned
     others[:, 0] = False
     assert found.mass[aligned].min() >= 0.9
@@ -55,7 +55,7 @@ def assert_nop(found: Signature, aligned: Tensor) -> None:
 
 
 def assert_hub(first: Signature, second: Signature) -> None:
-    """The first layer sends one token to all, in one direction; the second writes little."""
+    """The first layer broadcasts one token in one direction; the second is idle."""
     assert first.mass.min() >= 0.95
     assert first.ratio.median() >= 0.6
     assert first.ratio.min() >= 0.5
@@ -65,13 +65,13 @@ def assert_hub(first: Signature, second: Signature) -> None:
 
 @torch.no_grad()
 def relative_error(found: Tensor, targets: Tensor, inputs: Tensor) -> float:
-    """Squared error against the squared size of the update that the task asks for."""
+    """Squared error relative to the squared update that the task requires."""
     return float((found - targets).square().sum() / (targets - inputs).square().sum())
 
 
 @contextmanager
 def values(attention: nn.Module, edit) -> Iterator[None]:
-    """`edit` changes a copy of the attention's values in place while the context is open."""
+    """Within this context `edit` changes a copy of the attention's values in place."""
 
     def hook(module: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor:
         out = out.clone()
@@ -86,6 +86,6 @@ def values(attention: nn.Module, edit) -> Iterator[None]:
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:
-    """True when all weights agree bit by bit."""
+    """Whether all weights agree bit for bit."""
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""The experiments by name: which there are, and what they change in the task."""
+"""The experiments by name: which exist, and how they change the task."""
 
 import pytest
 
@@ -13,13 +13,13 @@ def names():
                 yield kind, form, mitigation
 
 
-def test_each_exists_or_says_that_it_does_not_fit():
+def test_each_exists_or_is_refused():
     fitting = 0
     for kind, form, mitigation in names():
         try:
             found = experiment(kind, form, mitigation)
         except InputError as error:
-            assert f"mitigation={mitigation!r} does not fit" in str(error)
+            assert f"mitigation={mitigation!r} does not exist" in str(error)
             continue
         fitting += 1
         task, plain = found.task, experiment(kind, form).task
@@ -41,7 +41,10 @@ def test_defaults():
     ("arguments", "words"),
     [
         (("nap",), "kind='nap' must be one of nop, broadcast, registers"),
-        (("nop", "slow"), "form='slow' must be one of fast, no-null, causal, sweep for nop"),
+        (
+            ("nop", "slow"),
+            "form='slow' must be one of fast, no-null, causal, sweep for the kind 'nop'",
+        ),
         (("nop", "fast", "gates"), "mitigation='gates' must be one of none, gate"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The sink logit's example: its figures, and both exact forms."""
+"""The sink logit's example: its numbers, and both exact forms."""
 
 import doctest
 import math

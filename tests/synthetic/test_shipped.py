@@ -1,4 +1,4 @@
-"""The shipped models still are what they are shipped for, and can be made again."""
+"""The shipped models show their mechanisms, and can be trained again."""
 
 from dataclasses import replace
 from inspect import unwrap
@@ -9,16 +9,16 @@ from safetensors import safe_open
 
 from sinkwise.errors import InputError
 from sinkwise.synthetic.ship import WEIGHTS, main
-from sinkwise.synthetic.shipped import TASKS, load, shipped
+from sinkwise.synthetic.shipped import TASKS, load_file, load_shipped
 from tests.synthetic import assert_hub, assert_nop, relative_error, signature, values
 
 FRESH = 77
-"""Seed of inputs that neither training nor the demonstration has used."""
+"""Seed of inputs used neither in training nor in the demonstration."""
 
 
 @pytest.fixture(scope="module")
 def again(tmp_path_factory):
-    """A folder in which the command has trained both models again."""
+    """A folder in which the command has trained the models again."""
     folder = tmp_path_factory.mktemp("weights")
     threads = torch.get_num_threads()
     main(["--folder", str(folder)])
@@ -29,13 +29,13 @@ def again(tmp_path_factory):
 
 @pytest.fixture(params=["shipped", "again"])
 def folder(request):
-    """The package's files, then those trained again."""
+    """The package's files, then those of the new training."""
     return WEIGHTS if request.param == "shipped" else request.getfixturevalue("again")
 
 
 def nop(folder, **changes):
     """Model, and fresh inputs, targets and aligned mask."""
-    model, task, fixed = load(folder / "nop.safetensors")
+    model, task, fixed = load_file(folder / "nop.safetensors")
     generator = torch.Generator().manual_seed(FRESH)
     return model, *replace(task, **changes).sample(generator, 128, fixed)
 
@@ -46,7 +46,7 @@ def nop_signature(model, inputs):
 
 def hub(folder):
     """Model, and fresh inputs, targets and source positions."""
-    model, task, fixed = load(folder / "broadcast.safetensors")
+    model, task, fixed = load_file(folder / "broadcast.safetensors")
     return model, *task.sample(torch.Generator().manual_seed(FRESH), 128, fixed)
 
 
@@ -82,7 +82,7 @@ def test_nop_fails_with_an_ordinary_value_at_the_sink():
         assert_nop(found, aligned)
 
 
-def test_nop_fails_when_the_queries_stay_away():
+def test_nop_fails_without_attention_to_the_sink():
     model, inputs, _, aligned = nop(WEIGHTS)
     model.layers[0].attention.q_proj.weight.data.zero_()
     with pytest.raises(AssertionError):
@@ -101,7 +101,7 @@ def test_broadcast(folder):
     assert_hub(first, second)
     with torch.no_grad():
         assert relative_error(model(inputs), targets, inputs) < 1e-3
-    # Layer 1 has nothing left to do, and does it as a NOP on the same token.
+    # Layer 1 has nothing left to do: it is a NOP on the same token.
     assert second.mass.mean() > 0.9 and second.ratio.median() < 0.2
 
 
@@ -120,7 +120,7 @@ def test_broadcast_fails_with_the_payload_zeroed():
         assert_hub(first, second)
 
 
-def test_broadcast_carries_a_donors_payload():
+def test_broadcast_sends_a_donors_payload():
     model, inputs, targets, source = hub(WEIGHTS)
     rows, donor = torch.arange(len(inputs)), torch.arange(len(inputs)).roll(1)
 
@@ -136,11 +136,11 @@ def test_broadcast_carries_a_donors_payload():
 @pytest.mark.parametrize("name", ["nop", "nop-register", "broadcast", "broadcast-gate"])
 def test_demonstration_inputs_are_sinks_by_the_event_rule(name):
     state = torch.get_rng_state()
-    model, task, (inputs, _, _) = shipped(name)
+    model, task, (inputs, _, _) = load_shipped(name)
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(inputs, shipped(name)[2].inputs)
+    assert torch.equal(inputs, load_shipped(name)[2].inputs)
     assert not model.training and len(inputs) == 64
-    assert inputs.shape[1] == task.length + task.scored == 32 + task.scored
+    assert inputs.shape[1] == task.length + task.num_unscored == 32 + task.num_unscored
     inputs = model.start(inputs).detach()
     rows = torch.arange(64)
     uniform = signature(model.layers[0].attention, inputs, torch.zeros_like(rows))
@@ -149,13 +149,13 @@ def test_demonstration_inputs_are_sinks_by_the_event_rule(name):
     assert event.double().mean() >= 0.95
     if name.startswith("nop"):
         assert found.ratio[event].max() <= 0.2
-        assert ((found.mass < 0.5)[:, 1:]).any(), "some queries must find the head at work"
+        assert ((found.mass < 0.5)[:, 1:]).any(), "some queries must not be NOP queries"
     else:
         assert found.ratio[event].min() >= 0.5 and found.stable_rank[event].max() <= 1.5
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_file_is_small_and_says_what_it_is(name):
+def test_file_is_small_and_has_metadata(name):
     path = WEIGHTS / f"{name}.safetensors"
     assert path.stat().st_size < 64 * 1024
     with safe_open(path, "pt") as file:
@@ -164,14 +164,14 @@ def test_file_is_small_and_says_what_it_is(name):
         assert '"versions": {"python"' in file.metadata()["sinkwise"]
 
 
-def test_stored_fixed_vectors_are_those_of_the_seed():
+def test_fixed_vectors_in_the_files_are_those_of_the_seed():
     for name in TASKS:
-        _, task, fixed = load(WEIGHTS / f"{name}.safetensors")
+        _, task, fixed = load_file(WEIGHTS / f"{name}.safetensors")
         assert fixed.keys() == task.fixed().keys()
         for key, tensor in task.fixed().items():
             torch.testing.assert_close(fixed[key], tensor, atol=1e-5, rtol=0)
 
 
 def test_unknown_name():
-    with pytest.raises(InputError, match="name='hub' must be one of nop, nop-gate"):
-        unwrap(shipped)("hub")  # without the tests' type checker, which would refuse it first
+    with pytest.raises(InputError, match=r"name='hub' must be one of nop, nop-gate"):
+        unwrap(load_shipped)("hub")  # without the tests' type checker, which would refuse it first

@@ -1,11 +1,11 @@
-"""Signatures against the tests' own plain form, and against closed forms."""
+"""Signatures against a plain form and against closed forms."""
 
 import pytest
 import torch
 
-from sinkwise.synthetic.broadcast import Broadcast, PreNormBroadcast
-from sinkwise.synthetic.damping import SweepDamping
+from sinkwise.synthetic.broadcast import Broadcast
 from sinkwise.synthetic.model import AttentionOnly
+from sinkwise.synthetic.paper_tasks import PreNormBroadcast, SweepDamping
 from sinkwise.synthetic.signature import signatures, similarity
 from tests.synthetic import signature
 
@@ -48,21 +48,22 @@ def test_similarity_of_equal_and_of_opposite_tokens():
     assert similarity(torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]])) == pytest.approx(-1.0)
 
 
-def test_column_share_counts_samples_whose_largest_column_is_the_sinks():
+def test_column_share_counts_samples_whose_most_attended_token_is_the_sink():
     model = AttentionOnly(6, generator=torch.Generator().manual_seed(0))
     model.layers[0].attention.q_proj.weight.data.zero_()
     inputs = torch.randn(7, 5, 6)
     uniform = signatures(model, inputs, torch.zeros(7, dtype=torch.int64))[0]
-    assert uniform.column_share == 1.0, "all columns are the largest"
+    assert uniform.column_share == 1.0, "all tokens receive the same"
     torch.testing.assert_close(uniform.mass, torch.full((7, 5), 0.2, dtype=torch.float64))
     model = AttentionOnly(6, generator=torch.Generator().manual_seed(0))
     found = [
-        signatures(model, inputs, torch.full((7,), place))[0].column_share for place in range(5)
+        signatures(model, inputs, torch.full((7,), position))[0].column_share
+        for position in range(5)
     ]
     assert sum(found) == pytest.approx(1.0)
 
 
-def test_registers_and_local_attention_are_seen():
+def test_registers_and_local_attention():
     model = AttentionOnly(
         6, num_layers=2, num_registers=1, local=True, generator=torch.Generator().manual_seed(0)
     )
@@ -86,7 +87,7 @@ def test_the_authors_models(task):
 
 
 @pytest.mark.parametrize("softmax", ["learnable", "off-by-one"])
-def test_a_sink_logit_spares_what_it_takes(softmax):
+def test_the_share_of_a_sink_logit(softmax):
     task = Broadcast(dim=7, length=5, softmax=softmax)
     model = task.model(torch.Generator().manual_seed(0))
     for layer in model.layers:
@@ -101,9 +102,9 @@ def test_a_sink_logit_spares_what_it_takes(softmax):
         logit = torch.tensor(1.3 if softmax == "learnable" else 0.0)
         total = powers.sum(-1, keepdim=True) + logit.double().exp()
         torch.testing.assert_close(found.attention, powers / total, atol=1e-6, rtol=1e-5)
-        spared = (logit.double().exp() / total)[..., 0]
-        torch.testing.assert_close(found.spared, spared, atol=1e-6, rtol=1e-5)
+        share = (logit.double().exp() / total)[..., 0]
+        torch.testing.assert_close(found.sink_logit_share, share, atol=1e-6, rtol=1e-5)
         added = (states[layer + 1] - states[layer]).double()
         torch.testing.assert_close(found.update, added, atol=1e-5, rtol=1e-4)
     plain = Broadcast(dim=7, length=5).model(torch.Generator().manual_seed(0))
-    assert signatures(plain, inputs, source)[0].spared.abs().max() < 1e-12
+    assert signatures(plain, inputs, source)[0].sink_logit_share.abs().max() < 1e-12

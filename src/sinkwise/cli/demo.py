@@ -21,7 +21,7 @@ def demo(
     with user_errors():
         from rich.console import Console
 
-        from sinkwise.experiments.demonstration import WORDS, run_demo
+        from sinkwise.experiments.demonstration import DESCRIPTIONS, run_demo
         from sinkwise.reports.demo_page import demo_page
         from sinkwise.reports.table import layer_table
 
@@ -36,7 +36,9 @@ def demo(
                 summary = {**scan_summary(one.scan, folder), "error": one.error}
                 typer.echo(json.dumps(summary, ensure_ascii=False))
                 continue
-            console.print(f"\n[bold]demo:{one.name}[/bold] {WORDS[one.name]}", highlight=False)
+            console.print(
+                f"\n[bold]demo:{one.name}[/bold] {DESCRIPTIONS[one.name]}", highlight=False
+            )
             console.print(layer_table(one.scan))
             verdict = one.scan.verdict()
             console.print(f"Prescription: {verdict.prescription}.", highlight=False)

@@ -13,7 +13,7 @@ from sinkwise.cli.common import make_folder, progress_bar, user_errors
 from sinkwise.errors import InputError
 
 if TYPE_CHECKING:
-    from sinkwise.experiments.running import Trained
+    from sinkwise.experiments.experiment_run import ExperimentRun
     from sinkwise.synthetic.forms import Experiment
 
 app = typer.Typer(
@@ -130,7 +130,7 @@ def _one(
     kind: str, form: str | None, mitigation: str, seeds: int, out: Path | None, as_json: bool
 ) -> None:
     with user_errors():
-        from sinkwise.reports.synthetic_page import charts, synthetic_page
+        from sinkwise.reports.synthetic_page import synthetic_charts, synthetic_page
         from sinkwise.synthetic.forms import experiment
 
         chosen = experiment(kind, form, mitigation)
@@ -139,7 +139,7 @@ def _one(
             seeds,
             out,
             as_json,
-            lambda groups: charts(groups[0]),
+            lambda groups: synthetic_charts(groups[0]),
             lambda groups, found: synthetic_page(groups[0], found),
         )
 
@@ -153,7 +153,7 @@ def _all(
     page: Callable[[Any, dict[str, Any]], Any],
 ) -> None:
     """Run experiments over seeds, print and save the results. Exit code 1 on a wrong verdict."""
-    from sinkwise.experiments.running import run
+    from sinkwise.experiments.experiment_run import run_experiment
 
     if seeds < 1:
         raise InputError(f"--seeds must be at least 1; got {seeds}")
@@ -163,7 +163,7 @@ def _all(
         models = out / "models"
         make_folder(models)
     total = seeds * sum(one.task.steps for one in chosen)
-    groups: list[list[Trained]] = []
+    groups: list[list[ExperimentRun]] = []
     done = 0
     with progress_bar("training", total, as_json) as update:
 
@@ -174,7 +174,7 @@ def _all(
                 update(done)
 
         for one in chosen:
-            groups.append([run(one, seed, step, models) for seed in range(seeds)])
+            groups.append([run_experiment(one, seed, step, models) for seed in range(seeds)])
     if out is not None:
         _save(groups, out, charts, page)
     if as_json:
@@ -188,7 +188,7 @@ def _all(
 
 
 def _save(
-    groups: "list[list[Trained]]",
+    groups: "list[list[ExperimentRun]]",
     out: Path,
     charts: Callable[[Any], dict[str, Any]],
     page: Callable[[Any, dict[str, Any]], Any],
@@ -206,7 +206,7 @@ def _save(
     page(groups, found).write(out / "page.html")
 
 
-def _json(groups: "list[list[Trained]]") -> list[dict[str, Any]]:
+def _json(groups: "list[list[ExperimentRun]]") -> list[dict[str, Any]]:
     from dataclasses import asdict
 
     return [
@@ -232,7 +232,7 @@ def _json(groups: "list[list[Trained]]") -> list[dict[str, Any]]:
     ]
 
 
-def _print(groups: "list[list[Trained]]", out: Path | None) -> None:
+def _print(groups: "list[list[ExperimentRun]]", out: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -1,7 +1,7 @@
-"""Keep the first and the most recent: which of a growing sequence stays, in which slot, where.
+"""The retention policy of a sink cache: which tokens of a growing sequence are kept, and where.
 
-Pure policy over token indices (0, 1, 2, … of one sequence), used by the sink cache. The kept tokens
-are the first `num_sink_tokens` and the last `window_length`; the newest counts into the window.
+Pure functions of token indices (0, 1, 2, … of one sequence). The first `num_sink_tokens` and the
+last `window_length` tokens are kept; the window includes the newest token.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from sinkwise.errors import InputError
 class Retention:
     """The first S and the last W tokens of a sequence: S + W slots, the last W of them a ring.
 
-    Token j < S has slot j, any other slot S + (j − S) mod W: a slot's content never moves, it is
-    overwritten by the token W later.
+    Token j has slot j if j < S, else slot S + (j − S) mod W. The content of a slot never moves; the
+    token W later overwrites it.
 
     >>> Retention(num_sink_tokens=2, window_length=3).held(torch.tensor([7])).tolist()
     [[0, 1, 5, 6, 4]]
@@ -29,19 +29,19 @@ class Retention:
     """
 
     num_sink_tokens: int
-    """S, first tokens that are kept for ever; 0 is a plain window."""
+    """S, number of first tokens that are always kept; 0 gives a plain window."""
     window_length: int
-    """W, most recent tokens that are kept, the newest (the query itself) included."""
+    """W, number of most recent tokens that are kept, the newest (the query itself) included."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_sink_tokens", 0), ("window_length", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"{name}={value!r} is not right: an integer of at least {least}")
+                raise InputError(f"{name}={value!r} must be an integer of at least {least}")
 
     @property
     def capacity(self) -> int:
-        """Slots: S + W."""
+        """Number of slots, S + W."""
         return self.num_sink_tokens + self.window_length
 
     def slot(self, token: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
@@ -50,38 +50,39 @@ class Retention:
         return torch.where(token < sinks, token, sinks + (token - sinks) % self.window_length)
 
     def step(self, seen: int) -> tuple[int, int]:
-        """Where the next token goes once `seen` have come, and how many slots are filled then."""
+        """The slot of the next token after `seen` tokens, and how many slots are filled then."""
         sinks = self.num_sink_tokens
         slot = seen if seen < sinks else sinks + (seen - sinks) % self.window_length
         return slot, min(seen + 1, self.capacity)
 
     def held(self, seen: Int[Tensor, " batch"]) -> Int[Tensor, "batch slot"]:
-        """The token that each slot holds once `seen` tokens have come; −1 for an empty slot."""
+        """The token that each slot holds after `seen` tokens; −1 for an empty slot."""
         slots = torch.arange(self.capacity)
         newest = seen[:, None] - 1
-        back = (newest - slots) % self.window_length  # a ring slot's token stands this far back
+        back = (newest - slots) % self.window_length  # how far back a ring slot's token is
         token = torch.where(slots < self.num_sink_tokens, slots, newest - back)
         return torch.where((token < slots) | (token > newest), -1, token)
 
     def visible(
         self, query: Int[Tensor, "*shape"], key: Int[Tensor, "*other"]
     ) -> Bool[Tensor, "*both"]:
-        """Whether the query still has the key: not later, and a sink or among the last W."""
+        """Whether the query sees the key: it is not later, and a sink or among the last W."""
         recent = (key > query - self.window_length) | (key < self.num_sink_tokens)
         return recent & (key <= query) & (key >= 0)
 
     def shift(self, query: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-        """How many tokens between the sinks and the window are gone when the query is the newest:
-        by so much nearer do the sinks stand than in the text.
+        """How many tokens between sinks and window are evicted when the query is the newest.
+
+        The cache position of the sinks is nearer to the query than in the text by this number.
         """
         return (query - (self.capacity - 1)).clamp(min=0)
 
-    def place(
+    def position(
         self, query: Int[Tensor, "*shape"], key: Int[Tensor, "*other"]
     ) -> Int[Tensor, "*both"]:
-        """The key's place in the cache, 0 … S + W − 1, when the query is the newest token."""
+        """The key's cache position, 0 … S + W − 1, when the query is the newest token."""
         return torch.where(key < self.num_sink_tokens, key, key - self.shift(query))
 
     def kept(self, seen: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-        """Tokens in the cache after `seen` have come."""
+        """Number of tokens in the cache after `seen` tokens."""
         return seen.clamp(max=self.capacity)

@@ -1,1 +1,1 @@
-"""The synthetic tasks as experiments: trained over seeds, their signatures read, then scanned."""
+"""The synthetic tasks as experiments: training over seeds, signatures, scans, verdicts."""

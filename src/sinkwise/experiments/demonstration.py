@@ -1,4 +1,4 @@
-"""The embedded demonstration: each mechanism, with the right and with the wrong mitigation."""
+"""The built-in demonstration: each mechanism, with the right and with the wrong mitigation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,75 +6,75 @@ from pathlib import Path
 
 from sinkwise.diagnosis.rules import RelaxedRule, Rules
 from sinkwise.experiments.edits import error_after
-from sinkwise.experiments.running import layout_of, relative_error
+from sinkwise.experiments.evaluation import relative_error, token_layout
 from sinkwise.mitigations.loading import load
 from sinkwise.scanning.result import Scan, check_target
 from sinkwise.scanning.scan import scan
-from sinkwise.synthetic.shipped import TASKS, shipped
+from sinkwise.synthetic.shipped import TASKS, load_shipped
 from sinkwise.synthetic.signature import Signature, signatures
 
-WORDS = {
-    "nop": "was trained to leave most tokens alone (conditional damping). Its head looks at token "
-    "0, whose value is near zero: an adaptive NOP.",
-    "nop-gate": "is the same with a gate: the right answer. The stripe is gone.",
-    "nop-register": "is the same with a register: the wrong answer. The register is the new NOP "
-    "sink.",
-    "broadcast": "was trained to tell everyone what one marked token says (global broadcast). "
-    "Layer 0 writes that token's payload to all; layer 1 has nothing left to add.",
-    "broadcast-gate": "is the same with a gate: the wrong answer. The stripe stays.",
-    "broadcast-register": "is the same with a register, and tokens that see nothing else but "
-    "themselves: the right answer. The register collects the payload in layer 0, where the other "
-    "tokens use it as a NOP, and broadcasts it in layer 1.",
+DESCRIPTIONS = {
+    "nop": "must leave most tokens unchanged (conditional damping). Its head attends to token 0, "
+    "whose value is near zero: an adaptive NOP.",
+    "nop-gate": "has the same task and a gate: the right mitigation. The sink is gone.",
+    "nop-register": "has the same task and a register: the wrong mitigation. The register is the "
+    "new NOP sink.",
+    "broadcast": "must send the payload of one marked token to all tokens (global broadcast). "
+    "Layer 0 does so; layer 1 has nothing left to add.",
+    "broadcast-gate": "has the same task and a gate: the wrong mitigation. The sink stays.",
+    "broadcast-register": "has the same task and a register, and each token sees only itself and "
+    "the register: the right mitigation. In layer 0 the register collects the payload, while the "
+    "other tokens use it as a NOP; in layer 1 it broadcasts.",
 }
-"""What each model was trained to do."""
+"""Each model's task and what it learned; follows the model's name."""
 
-SHOWN_LAYER = {name: 1 if name == "broadcast-register" else 0 for name in WORDS}
-"""The layer whose map is shown: the one that does the work."""
+MAIN_LAYER = {name: 1 if name == "broadcast-register" else 0 for name in DESCRIPTIONS}
+"""The layer that solves the task; the demonstration shows its attention map."""
 
 RULE = RelaxedRule(min_times_uniform=1.5)
-"""Tokens of the local model see two keys, so uniform attention would give each a half."""
+"""Tokens of the local model see two keys, so uniform attention gives each of them 0.5."""
+
+RULES = Rules(causal=RULE, bidirectional=RULE)
+"""The rules of the demonstration's scans."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Demonstrated:
-    """One shipped model and what was seen of it."""
+class DemoResult:
+    """One shipped model with its scan and measurements."""
 
     name: str
     scan: Scan
-    layers: list[Signature]
+    signature: Signature
+    """The signature of the main layer."""
     error: float
-    """Squared error over the squared update that the task asks for; 0 is perfect."""
+    """Squared error relative to the squared update that the task requires; 0 is perfect."""
     error_zeroed: float
-    """The same with the sink's value set to zero in the shown layer."""
+    """The same with the sink's value set to zero in the main layer."""
     error_ordinary: float
     """The same with an ordinary token's value in its place."""
 
-    @property
-    def shown(self) -> Signature:
-        """The layer that does the work."""
-        return self.layers[SHOWN_LAYER[self.name]]
 
+def run_demo(out: Path) -> Iterator[DemoResult]:
+    """Diagnose the shipped models, one after the other.
 
-def run_demo(out: Path) -> Iterator[Demonstrated]:
-    """Diagnose the shipped models, one after the other. Raises InputError where `out` cannot hold
-    their scans.
+    Raises InputError if their scans cannot be saved in `out`.
     """
     for name in TASKS:
         check_target(out / name)
     for name in TASKS:
-        model, task, sample = shipped(name)
-        sink, layer = task.sink(sample), SHOWN_LAYER[name]
-        found = scan(
+        model, task, batch = load_shipped(name)
+        sink, layer = task.sink(batch), MAIN_LAYER[name]
+        result = scan(
             load(f"demo:{name}"),
-            [sample.inputs],
-            rules=Rules(causal=RULE, bidirectional=RULE),
-            layout=layout_of(task),
+            [batch.inputs],
+            rules=RULES,
+            layout=token_layout(task),
         )
-        yield Demonstrated(
+        yield DemoResult(
             name=name,
-            scan=found,
-            layers=signatures(model, sample.inputs, sink),
-            error=relative_error(task, model, sample),
-            error_zeroed=error_after(task, model, sample, sink, layer, "zero"),
-            error_ordinary=error_after(task, model, sample, sink, layer, "ordinary"),
+            scan=result,
+            signature=signatures(model, batch.inputs, sink)[layer],
+            error=relative_error(task, model, batch),
+            error_zeroed=error_after(task, model, batch, sink, layer, "zero"),
+            error_ordinary=error_after(task, model, batch, sink, layer, "ordinary"),
         )

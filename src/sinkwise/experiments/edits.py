@@ -1,4 +1,4 @@
-"""What a sink's value is good for: the task's error after it was changed."""
+"""Interventions on a sink's value: the task's error after the value was changed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,15 +8,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sinkwise.experiments.running import relative_error
-from sinkwise.synthetic.task import Sample, Task
+from sinkwise.experiments.evaluation import relative_error
+from sinkwise.synthetic.task import Task, TaskBatch
 
 Edit = Literal["zero", "ordinary"]
+"""Set the sink's value to zero, or replace it with the value of the token after it."""
 
 
 @contextmanager
 def edited_value(projection: nn.Module, sink: Int[Tensor, " batch"], edit: Edit) -> Iterator[None]:
-    """Inside, the value of each sample's sink is 0, or that of the token after it."""
+    """Within this context the value of each sample's sink is edited."""
 
     def change(
         module: nn.Module, args: tuple[Any, ...], out: Float[Tensor, "batch token dim"]
@@ -35,8 +36,8 @@ def edited_value(projection: nn.Module, sink: Int[Tensor, " batch"], edit: Edit)
 
 
 def error_after(
-    task: Task, model: Any, sample: Sample, sink: Int[Tensor, " batch"], layer: int, edit: Edit
+    task: Task, model: Any, batch: TaskBatch, sink: Int[Tensor, " batch"], layer: int, edit: Edit
 ) -> float:
     """Relative error of the task with the sink's value edited in one layer."""
     with edited_value(model.layers[layer].attention.v_proj, sink, edit):
-        return relative_error(task, model, sample)
+        return relative_error(task, model, batch)

@@ -1,1 +1,1 @@
-"""Results as a person reads them: tables and figures."""
+"""Results for people: tables, figures and pages."""

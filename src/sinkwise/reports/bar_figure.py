@@ -1,4 +1,4 @@
-"""The figure of some numbers side by side: one bar each, thresholds as rules across."""
+"""A bar chart of named numbers, with thresholds as vertical lines."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ def bar_figure(
     thresholds: Mapping[str, float] | None = None,
     subtitle: str = "",
 ) -> Any:
-    """An Altair chart of bars by name, in their order, with named thresholds."""
+    """An Altair chart with one bar per name, in the given order, and named thresholds."""
     import altair as alt
 
     names = list(bars)

@@ -1,4 +1,4 @@
-"""The figure of a scan: layers x heads, coloured by verdict."""
+"""The chart of a scan: layers × heads, coloured by verdict."""
 
 from typing import Any
 
@@ -13,11 +13,13 @@ COLORS = {
     "unclassified": "#9aa0a6",
     "none": "#f1f3f4",
 }
-"""Colour of each verdict, told apart also without red and green."""
+"""Colour of each verdict, distinguishable with red-green colour blindness."""
 
 
 def heads_figure(scan: Scan) -> Any:
-    """An Altair chart: one cell a head, its colour the verdict, its depth the share of inputs."""
+    """An Altair chart with one cell per head: hue shows the verdict, opacity the share of samples
+    with a sink.
+    """
     import altair as alt
 
     rows = _rows(scan)
@@ -29,7 +31,7 @@ def heads_figure(scan: Scan) -> Any:
             alt.Data(values=rows),
             title=alt.Title(
                 f"Attention sinks of {scan.meta['model']}",
-                subtitle=f"{scan.meta['samples']} samples; deep colour: sinks on all of them",
+                subtitle=f"{scan.meta['samples']} samples; full opacity: a sink in every sample",
             ),
         )
         .mark_rect(stroke="white", strokeWidth=1)
@@ -57,7 +59,7 @@ def heads_figure(scan: Scan) -> Any:
 
 
 def _rows(scan: Scan) -> list[dict[str, Any]]:
-    """One row a head; layers with several attention modules are told apart by their names."""
+    """One row per head; several attention modules of one layer are distinguished by name."""
     names = dict(scan.heads.group_by("layer").agg(pl.col("name").n_unique()).iter_rows())
     return [
         {

@@ -1,4 +1,4 @@
-"""The figure of some curves: loss, spectrum, or a number against what was varied."""
+"""A line chart of named curves: a loss, a spectrum, or a number against a varied quantity."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ def line_figure(
     points: bool = False,
     subtitle: str = "",
 ) -> Any:
-    """An Altair chart of curves by name; with `log` the y axis is logarithmic."""
+    """An Altair chart of curves by name; with `log` the y axis is logarithmic, without zeros."""
     import altair as alt
 
     rows = [

@@ -1,4 +1,4 @@
-"""The figure of an attention map: one row a query, one column a key."""
+"""The chart of an attention map: one row per query, one column per key."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def map_figure(attention: Float[Tensor, "query key"], title: str, subtitle: str = "") -> Any:
-    """An Altair chart of a map; a sink is a dark column."""
+def map_figure(attention: Float[Tensor, "query key"], title: str) -> Any:
+    """An Altair chart of an attention map; a sink is a dark column."""
     import altair as alt
 
     rows = [
@@ -18,11 +18,11 @@ def map_figure(attention: Float[Tensor, "query key"], title: str, subtitle: str 
     side = max(5, min(14, 240 // max(attention.shape)))
     axis = alt.Axis(ticks=False, domain=False, labels=False)
     return (
-        alt.Chart(alt.Data(values=rows), title=alt.Title(title, subtitle=subtitle))
+        alt.Chart(alt.Data(values=rows), title=title)
         .mark_rect()
         .encode(
-            x=alt.X("key:O", title="token that is read", axis=axis),
-            y=alt.Y("query:O", title="token that reads", axis=axis, sort=None),
+            x=alt.X("key:O", title="key", axis=axis),
+            y=alt.Y("query:O", title="query", axis=axis, sort=None),
             color=alt.Color(
                 "attention:Q",
                 title="attention",

@@ -1,30 +1,32 @@
-"""What a reader of a scan must know beside its numbers, a line each."""
+"""Notes on how the numbers of a scan were measured, one line each."""
 
 from typing import Any
 
 
 def notes(meta: dict[str, Any]) -> list[str]:
-    """What was estimated, what is raw, and what was left out; empty where nothing was."""
-    found = []
+    """Notes on estimates, raw value ratios and omissions; empty if there are none."""
+    lines = []
     screen = meta.get("screen")
     if screen is not None:
         calls = screen["calls"]
-        found.append(
-            f"Screened: {calls['screened']} of {sum(calls.values())} attention calls by "
-            f"{screen['rows']} queries (causal: {screen['stratum_rows']} a stratum), "
-            f"{calls['exact']} exactly. Every reported sink is exact; a sink is missed with "
-            f"probability <= {screen['miss']:g}."
+        lines.append(
+            f"Of {sum(calls.values())} attention calls, {calls['exact']} were measured in full and "
+            f"{calls['screened']} were screened with {screen['rows']} sampled queries (causal "
+            f"calls: {screen['stratum_rows']} per stratum). Every reported sink is exact; "
+            f"the probability of missing a given sink is at most {screen['miss']:g}."
         )
-    told = {
-        "sites_measured": "Weights of {} were measured, as no layout knows them.",
-        "output_unknown": "The output projection of {} is unknown: only raw value ratios there.",
-        "blocks_without_softmax_attention": "No softmax attention in {}: nothing measured there.",
-        "calls_skipped": "Calls of {} are no attention over tokens: left out.",
+    sentences = {
+        "sites_measured": "Unknown weight layout in {}: weights per head come from the Jacobian.",
+        "output_unknown": "Unknown output projection in {}: its value ratios are raw.",
+        "blocks_without_softmax_attention": "No softmax attention in {}: not measured.",
+        "calls_skipped": "Calls that are not attention over tokens in {}: left out.",
     }
-    found += [words.format(_some(meta[key])) for key, words in told.items() if meta.get(key)]
-    return found
+    lines += [
+        sentence.format(_summary(meta[key])) for key, sentence in sentences.items() if meta.get(key)
+    ]
+    return lines
 
 
-def _some(names: list[str]) -> str:
+def _summary(names: list[str]) -> str:
     first = names[0] or "the model itself"
     return first if len(names) == 1 else f"{len(names)} modules ({first}, ...)"

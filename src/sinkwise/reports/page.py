@@ -1,4 +1,4 @@
-"""One self-contained HTML page: words, figures as inline SVG, tables; no script, no network."""
+"""A self-contained HTML page: text, tables, and figures as inline SVG; no scripts, no network."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from sinkwise.storage.files import write_bytes
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart and what it shows."""
+    """A chart with its caption."""
 
     chart: Any
     caption: str = ""
@@ -25,13 +25,13 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading and what stands under it, in this order."""
+    """A heading and its contents, in this order."""
 
     heading: str
     paragraphs: Sequence[str] = ()
     figures: Sequence[Figure] = ()
     table: Sequence[Sequence[str]] = ()
-    """The first row is the heading."""
+    """The first row holds the headings."""
     after: Sequence[str] = ()
     """Paragraphs below the table."""
     code: str = ""
@@ -39,7 +39,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A page; its words are escaped."""
+    """A page; all its text is escaped."""
 
     title: str
     lead: Sequence[str]
@@ -55,5 +55,5 @@ class Page:
         return environment.from_string(source).render(page=self)
 
     def write(self, path: Path) -> None:
-        """Write the page, whole or not at all. Raises InputError where that fails."""
+        """Write the page atomically. Raises InputError if that fails."""
         write_bytes(path, self.html().encode())

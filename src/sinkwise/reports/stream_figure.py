@@ -1,24 +1,24 @@
-"""The figure of a comparison over a text: perplexity by position, one line a method."""
+"""The figure of a comparison on a text: perplexity by position, one line per method."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from sinkwise.streaming.comparison.compare import Course, curve
+from sinkwise.streaming.comparison.compare import MethodRun, curve
 
 LEAST_SCORED = 32
-"""Scored tokens of a point at least: fewer are noise, where recomputation scores few."""
+"""Least number of scored tokens per point; recomputation scores few, and fewer are noise."""
 
 
-def stream_figure(courses: Sequence[Course], title: str, width: int) -> Any:
-    """An Altair chart; each point is the perplexity of `width` consecutive tokens, or of as many
-    times that as hold `LEAST_SCORED` scored ones.
+def stream_figure(runs: Sequence[MethodRun], title: str, width: int) -> Any:
+    """An Altair chart; each point is the perplexity of `width` consecutive tokens, or of a
+    multiple of `width` that holds `LEAST_SCORED` scored ones.
     """
     import altair as alt
 
     rows = [
         {"cache": one.method.name, "position": position, "perplexity": value}
-        for one in courses
+        for one in runs
         for position, value in curve(one, _stretch(one, width))
         if math.isfinite(value)
     ]
@@ -27,7 +27,7 @@ def stream_figure(courses: Sequence[Course], title: str, width: int) -> Any:
             alt.Data(values=rows),
             title=alt.Title(
                 title,
-                subtitle=f"of {width} consecutive tokens{_wider(courses, width)}; lower is better",
+                subtitle=f"of {width} consecutive tokens{_wider(runs, width)}; lower is better",
             ),
         )
         .mark_line(strokeWidth=2)
@@ -37,7 +37,7 @@ def stream_figure(courses: Sequence[Course], title: str, width: int) -> Any:
             color=alt.Color(
                 "cache:N",
                 title="sinks + window",
-                sort=[one.method.name for one in courses],
+                sort=[one.method.name for one in runs],
                 scale=alt.Scale(scheme="tableau10"),
             ),
         )
@@ -45,12 +45,12 @@ def stream_figure(courses: Sequence[Course], title: str, width: int) -> Any:
     )
 
 
-def _stretch(one: Course, width: int) -> int:
+def _stretch(one: MethodRun, width: int) -> int:
     apart = (one.positions[-1] - one.positions[0]) / max(len(one.positions) - 1, 1)
     return width * math.ceil(LEAST_SCORED * apart / width)
 
 
-def _wider(courses: Sequence[Course], width: int) -> str:
-    exact = [one for one in courses if one.method.kind == "recompute"]
+def _wider(runs: Sequence[MethodRun], width: int) -> str:
+    exact = [one for one in runs if one.method.kind == "recompute"]
     stretches = [stretch for one in exact if (stretch := _stretch(one, width)) > width]
     return f" (recompute: {stretches[0]:,})" if stretches else ""

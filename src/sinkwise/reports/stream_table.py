@@ -6,26 +6,26 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from sinkwise.streaming.comparison.compare import Course, Gap, gap, perplexity
+from sinkwise.streaming.comparison.compare import Gap, MethodRun, gap, perplexity
 
 
 def stream_rows(
-    courses: Sequence[Course], cache_length: int, times: Mapping[str, float] | None = None
+    runs: Sequence[MethodRun], cache_length: int, times: Mapping[str, float] | None = None
 ) -> list[dict[str, object]]:
-    """One row a method: perplexity over the text once the cache is full, in its first and last
-    quarter and by the positions that recomputation scored, how far above recomputation it is
-    there, milliseconds a token (`times`, by the method's name), MiB of cache. None where a course
-    has no such tokens, and for a restarted cache.
+    """One row per method: perplexity once the cache is full, over the text, in its first and last
+    quarter and at the tokens that recomputation scored; how far it is above recomputation there;
+    milliseconds per token (`times`, by the method's name); MiB of cache. None where a run has no
+    such tokens, and for a restarted cache.
     """
-    end = max(one.positions[-1] for one in courses) + 1
+    end = max(one.positions[-1] for one in runs) + 1
     quarter = (end - cache_length) // 4
-    exact = next((one for one in courses if one.method.kind == "recompute"), None)
+    exact = next((one for one in runs if one.method.kind == "recompute"), None)
     shared = set() if exact is None else set(exact.positions)
     rows: list[dict[str, object]] = []
-    for one in courses:
+    for one in runs:
         pairs = zip(one.positions, one.losses, strict=True)
         same = [pair for pair in pairs if pair[0] in shared]
-        at = Course(one.method, [p for p, _ in same], [loss for _, loss in same], 0)
+        at = MethodRun(one.method, [p for p, _ in same], [loss for _, loss in same], 0)
         restarted = bool(one.method.restart_every)
         over = Gap(math.nan, math.nan, 0) if exact is None else gap(one, exact)
         numbers = {
@@ -49,27 +49,27 @@ def stream_rows(
     return rows
 
 
-def restart_gap(courses: Sequence[Course]) -> Gap | None:
-    """How much worse the cache is than the same one restarted; None without a restarted one, and
-    where fewer than two tokens can be compared.
+def restart_gap(runs: Sequence[MethodRun]) -> Gap | None:
+    """How much worse a cache is than the same one restarted; None without a restarted one, or with
+    fewer than two tokens to compare.
     """
-    anew = next((one for one in courses if one.method.restart_every), None)
+    anew = next((one for one in runs if one.method.restart_every), None)
     if anew is None:
         return None
     method = replace(anew.method, restart_every=0)
-    found = gap(next(one for one in courses if one.method == method), anew)
+    found = gap(next(one for one in runs if one.method == method), anew)
     return found if found.tokens > 1 else None
 
 
-def restart_words(courses: Sequence[Course]) -> str:
-    """The same in a sentence; empty where there is nothing to say."""
-    found = restart_gap(courses)
+def restart_words(runs: Sequence[MethodRun]) -> str:
+    """`restart_gap` as a sentence; empty if it is None."""
+    found = restart_gap(runs)
     if found is None:
         return ""
-    method = next(one.method for one in courses if one.method.restart_every)
+    method = next(one.method for one in runs if one.method.restart_every)
     return (
         f"{method.name.partition(',')[0]} over the same cache restarted every "
-        f"{method.restart_every:,} tokens, {2 * method.cache_length} and more behind a restart: "
+        f"{method.restart_every:,} tokens, {2 * method.cache_length} or more after a restart: "
         f"{_percent(found.ratio - 1, found.standard_error)} on {found.tokens:,} tokens."
     )
 
@@ -79,18 +79,18 @@ def _percent(value: float, error: float) -> str:
 
 
 def stream_table(
-    courses: Sequence[Course],
+    runs: Sequence[MethodRun],
     cache_length: int,
     title: str,
     times: Mapping[str, float] | None = None,
 ) -> Table:
-    """The rows as a table for the terminal."""
+    """The rows as a table for a terminal."""
     table = Table(title=title)
     heads = ("cache", "perplexity", "first quarter", "last quarter", "at recomputed",
              "over recomputed", "ms/token", "MiB")  # fmt: skip
     for head in heads:
         table.add_column(head, justify="left" if head == "cache" else "right")
-    for row in stream_rows(courses, cache_length, times):
+    for row in stream_rows(runs, cache_length, times):
         numbers = [row[key] for key in ("perplexity", "first_quarter", "last_quarter",
                                         "at_recomputed")]  # fmt: skip
         over, error = row["over_recomputed"], row["over_recomputed_error"]

@@ -1,26 +1,26 @@
-"""The page of the authors' sweep: the sink's attention against the share of NOP queries."""
+"""The page of the authors' sweep: attention to the sink against the share of NOP queries."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from sinkwise.experiments.running import Trained
+from sinkwise.experiments.experiment_run import ExperimentRun
 from sinkwise.reports.bar_figure import bar_figure
 from sinkwise.reports.line_figure import line_figure
 from sinkwise.reports.page import Figure, Page, Section
-from sinkwise.reports.synthetic_table import HEADINGS, summary_rows
-from sinkwise.synthetic.damping import SweepDamping
+from sinkwise.reports.synthetic_table import COLUMN_NOTES, HEADINGS, RANGES, summary_rows
+from sinkwise.synthetic.paper_tasks import SweepDamping
 
-Groups = Sequence[Sequence[Trained]]
+Groups = Sequence[Sequence[ExperimentRun]]
 
 
 def _points(groups: Groups) -> list[tuple[SweepDamping, float]]:
-    """Each task with the mean attention to position 0."""
-    found = []
+    """Each task with its mean attention to position 0."""
+    points = []
     for runs in groups:
         task = runs[0].experiment.task
         assert isinstance(task, SweepDamping)
-        found.append((task, sum(run.rows["mass"][0] for run in runs) / len(runs)))
-    return found
+        points.append((task, sum(run.rows["mass"][0] for run in runs) / len(runs)))
+    return points
 
 
 def sweep_charts(groups: Groups) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def sweep_charts(groups: Groups) -> dict[str, Any]:
     return {
         "sweep": line_figure(
             {"position 0": swept, "share of NOP queries": [(share, share) for share, _ in swept]},
-            title="The sink takes the queries that have nothing to do",
+            title="Queries that need no update attend to the sink",
             x="share of NOP queries",
             y="mean attention to position 0",
             points=True,
@@ -45,25 +45,27 @@ def sweep_charts(groups: Groups) -> dict[str, Any]:
                 for task, mass in points
                 if task.threshold in (0.0, 10.0)
             },
-            title="What an active token must lose",
+            title="With nothing to damp, no sink forms",
             subtitle="mean attention to position 0",
             x="attention",
         ),
     }
 
 
-def sweep_page(groups: Groups, found: dict[str, Any]) -> Page:
+def sweep_page(groups: Groups, charts: dict[str, Any]) -> Page:
     """The page of the sweep, with its charts."""
     rows = [row for runs in groups for row in summary_rows(runs)]
     return Page(
         title="Conditional damping: the sweep",
         lead=[
-            "An active token must end as gamma times itself, all others must stay as they are. The "
-            "threshold decides how many are active."
+            f"{SweepDamping.summary} The threshold determines how many tokens are active: "
+            "attention to the sink, position 0, follows the share of all other queries."
         ],
         sections=[
-            Section(heading="Figures", figures=[Figure(chart) for chart in found.values()]),
-            Section(heading="All numbers", table=[HEADINGS, *rows]),
+            Section(heading="Charts", figures=[Figure(chart) for chart in charts.values()]),
+            Section(
+                heading="All numbers", paragraphs=[RANGES, COLUMN_NOTES], table=[HEADINGS, *rows]
+            ),
         ],
-        footer="Written by `sinkwise synthetic sweep`; every number follows from the seeds.",
+        footer="Written by “sinkwise synthetic sweep”. The seeds determine every number.",
     )

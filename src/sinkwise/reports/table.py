@@ -1,4 +1,4 @@
-"""The layer table of a scan, for a terminal."""
+"""The table of a scan's layers, for a terminal."""
 
 from typing import Any
 
@@ -26,12 +26,15 @@ HEADINGS = (
 
 
 def layer_rows(scan: Scan) -> pl.DataFrame:
-    """One row a layer: who is its commonest sink, in how many heads, and of which mechanism.
+    """One row per layer: its most frequent sink, the number of heads with a sink, the mechanisms.
 
-    `heads` of `of` heads have a sink, on a median share of `inputs`; `nop`, `broadcast` and `other`
-    share out the layer's events; `received`, `ratio` and `rank` are medians over them.
-    `received_first` is the mean attention to the first token over all heads, with or without a
-    sink; the norms and the mean cosine are those of the residual stream after the block.
+    - `heads` of `of` heads have a sink, in a share of `inputs` of the samples (median over them).
+    - `token` and `kind` name the most frequent sink, with `hits` of the layer's `events`.
+    - `nop`, `broadcast` and `other` are shares of the events; `received`, `ratio` (value ratio) and
+      `rank` (stable rank) are medians over the events.
+    - `received_first` is the mean attention to the first token over all heads.
+    - `token_norm_max`, `token_norm_median` and `similarity_after` (mean pairwise cosine) describe
+      the residual stream after the block.
     """
     sink = pl.col("verdict") != "none"
     heads = scan.heads.group_by("layer", "name").agg(
@@ -67,7 +70,7 @@ def layer_rows(scan: Scan) -> pl.DataFrame:
 
 
 def layer_table(scan: Scan) -> Table:
-    """The layer rows as a table; a dash where a layer has no sink or no residual was seen."""
+    """The layer rows as a table; a dash for a layer without a sink or without a residual stream."""
     table = Table(title=f"{scan.meta['model']}: {scan.meta['samples']} samples", box=None)
     for name, side in HEADINGS:
         table.add_column(name, justify="left" if side == "left" else "right", no_wrap=True)
@@ -77,9 +80,9 @@ def layer_table(scan: Scan) -> Table:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    sunk = row["heads"] > 0
+    has_sink = row["heads"] > 0
     sink = "-"
-    if sunk and row["token"] is not None:
+    if has_sink and row["token"] is not None:
         sink = f"{row['token']} {row['kind']}"
         if row["hits"] < row["events"]:
             sink += f" ({row['hits'] / row['events']:.0%})"
@@ -87,12 +90,15 @@ def _cells(row: dict[str, Any]) -> list[str]:
         str(row["layer"]),
         sink,
         f"{row['heads']}/{row['of']}",
-        _format(row["inputs"] if sunk else None, "{:.0%}"),
-        *(_format(row[name] if sunk else None, "{:.0%}") for name in ("nop", "broadcast", "other")),
-        _format(row["received"] if sunk else None, "{:.2f}"),
+        _format(row["inputs"] if has_sink else None, "{:.0%}"),
+        *(
+            _format(row[name] if has_sink else None, "{:.0%}")
+            for name in ("nop", "broadcast", "other")
+        ),
+        _format(row["received"] if has_sink else None, "{:.2f}"),
         _format(row["received_first"], "{:.2f}"),
-        _format(row["ratio"] if sunk else None, "{:.2f}"),
-        _format(row["rank"] if sunk else None, "{:.2f}"),
+        _format(row["ratio"] if has_sink else None, "{:.2f}"),
+        _format(row["rank"] if has_sink else None, "{:.2f}"),
         _format(row["token_norm_max"], "{:,.1f}"),
         _format(row["token_norm_median"], "{:,.1f}"),
         _format(row["similarity_after"], "{:.2f}"),

@@ -1,1 +1,1 @@
-"""Endless text: the sink cache and what runs on it."""
+"""Endless text: the sink cache, and scoring and generation with it."""

@@ -1,222 +1,184 @@
-"""What a sink cache hangs on a model: two hooks on its decoder, that act on calls that carry it.
+"""What attaches a sink cache to a model: two hooks on its decoder and the state of a call.
 
-Before such a call the hook takes the positions and the mask into the cache's own hands, splits a
-chunk that is too long for one plan, and hangs on the attention modules what they must get instead
-of the model's own mask; after the call all that is gone again.
+The hooks act on calls that carry the cache. Before such a call they replace the model's positions
+and mask by the cache's, and split a chunk that is too long for one plan. Attention modules that
+need the cache's mask get hooks for the time of the call.
 """
 
 import weakref
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from sinkwise.core.retention import Retention
 from sinkwise.errors import InputError
+from sinkwise.streaming import arguments
+from sinkwise.streaming.call import CacheCall
 from sinkwise.streaming.positions.decoder import Decoder
 from sinkwise.streaming.positions.exact import exact_rotary
-
-if TYPE_CHECKING:
-    from sinkwise.streaming.cache import SinkCache
-
-_CACHE = ("past_key_values", "cache")
-"""The cache's argument in transformers 4 and late 5."""
-_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")
-"""Arguments with a column a token."""
+from sinkwise.streaming.positions.scheme import Positions
 
 
-def attach(cache: "SinkCache") -> Callable[[], None]:
-    """Hang the hooks on the cache's model; returns what takes them off.
+@runtime_checkable
+class Session(Protocol):
+    """What the hooks need of the cache that they serve."""
 
-    The hooks know the cache weakly, so that it can be collected.
+    @property
+    def columns(self) -> int:
+        """Columns of all calls so far, padding included."""
+
+    def split(self, batch: int, length: int) -> list[int]:
+        """Lengths of the calls that a call is split into."""
+
+    def begin(self, batch: int, length: int, real: Bool[Tensor, "batch query"] | None) -> CacheCall:
+        """Plan a call."""
+
+    def end(self, call: CacheCall, failed: bool) -> None:
+        """Count the tokens of a call that is over."""
+
+
+class Attachment:
+    """The hooks of one cache on one model, and the call in progress.
+
+    It refers to the cache weakly, so that a cache that nobody uses is collected.
     """
-    known = weakref.ref(cache)
-    base = cache.decoder.base
-    handles = [
-        base.register_forward_pre_hook(partial(_before, known), with_kwargs=True),
-        base.register_forward_hook(partial(_after, known), with_kwargs=True, always_call=True),
-    ]
-    return partial(_remove, handles)
+
+    def __init__(
+        self,
+        session: Session,
+        decoder: Decoder,
+        positions: Positions,
+        retentions: tuple[Retention, ...],
+    ) -> None:
+        """`retentions`: what each layer keeps."""
+        self._session = weakref.ref(session)
+        self._decoder, self._positions, self._retentions = decoder, positions, retentions
+        self.call: CacheCall | None = None
+        """The call in progress."""
+        self._call_hooks: list[Any] = []
+        """Hooks that stay for the time of the call."""
+        self._earlier: list[Any] = []
+        """Outputs of the earlier parts of a split call."""
+        self._hooks = [
+            decoder.base.register_forward_pre_hook(self._before, with_kwargs=True),
+            decoder.base.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def abandon(self) -> CacheCall | None:
+        """Forget the call in progress, remove its hooks, and return it, if there is one."""
+        call, self.call, self._earlier = self.call, None, []
+        _remove(self._call_hooks)
+        return call
+
+    def close(self) -> None:
+        """Remove every hook from the model."""
+        self.abandon()
+        _remove(self._hooks)
+
+    def _carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Session | None:
+        """The cache, if this call carries it."""
+        session = self._session()
+        carried = (*args, *(kwargs.get(name) for name in arguments.CACHES))
+        return session if session is not None and any(a is session for a in carried) else None
+
+    @torch.compiler.disable
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Take over the positions and the mask; make all calls of a split call but the last."""
+        session = self._carried(args, kwargs)
+        if session is None:
+            return None
+        kwargs = {**dict(zip(self._decoder.parameters, args, strict=False)), **kwargs}
+        given = arguments.tokens_of(kwargs)
+        interrupted = self.abandon()  # torch runs no hook after a KeyboardInterrupt
+        if interrupted is not None:
+            session.end(interrupted, failed=True)
+        arguments.check(kwargs, self._decoder.base)
+        batch, length = given.shape[:2]
+        real = arguments.real(kwargs.pop("attention_mask", None), batch, length, session.columns)
+        sizes = session.split(batch, length)
+        outputs, start = [], 0
+        for size in sizes[:-1]:
+            part = arguments.part(kwargs, start, size, length)
+            part["attention_mask"] = None if real is None else real[:, start : start + size]
+            outputs.append(module(**part))
+            start += size
+        kwargs = arguments.part(kwargs, start, sizes[-1], length)
+        call = session.begin(batch, sizes[-1], None if real is None else real[:, start:])
+        self._call_hooks = self._call_hooks_of(call)
+        self.call, self._earlier = call, outputs
+        if "position_ids" in self._decoder.parameters:
+            kwargs["position_ids"] = self._position_ids(call).to(given.device)
+        if "cache_position" in self._decoder.parameters:
+            last = call.past + call.tokens.length
+            kwargs["cache_position"] = torch.arange(call.past, last, device=given.device)
+        kwargs["use_cache"] = True
+        return (), kwargs
+
+    @torch.compiler.disable
+    def _after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Count the tokens, remove the hooks of the call, join the parts of a split call."""
+        session = self._carried(args, kwargs)
+        if session is None or self.call is None:
+            return None
+        earlier, call = self._earlier, self.abandon()
+        assert call is not None
+        session.end(call, failed=output is None)
+        return arguments.joined([*earlier, output]) if earlier and output is not None else None
+
+    def _position_ids(self, call: CacheCall) -> Int[Tensor, "batch query"]:
+        """The positions that the model gets."""
+        if self._positions.learned is None:
+            return call.positions()
+        return call.tokens.index.clamp(max=call.retention.capacity - 1)
+
+    def _call_hooks_of(self, call: CacheCall) -> list[Any]:
+        """Register the hooks for the time of a call."""
+        handles: list[Any] = []
+        if self._positions.bias is not None or call.needs_mask:
+            name = self._decoder.config._attn_implementation or ""
+            if "flash" in name or "flex" in name:
+                raise InputError(
+                    f"attn_implementation={name!r} takes no mask of queries by keys, which "
+                    "padding, position biases and chunks after the first eviction need; load the "
+                    "model with attn_implementation='sdpa', or give single tokens without padding"
+                )
+            for module, retention in zip(self._decoder.attention, self._retentions, strict=True):
+                hook = partial(_replace_mask, call, retention, self._positions)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        embedding: Any = self._decoder.base.get_input_embeddings()
+        if embedding.weight.dtype == torch.float64:
+            handles += exact_rotary(self._decoder.base)
+        return handles
 
 
 def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _carried(
-    known: "weakref.ref[SinkCache]", args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> "SinkCache | None":
-    """The cache, where this call carries it."""
-    cache = known()
-    if cache is None:
-        return None
-    if any(kwargs.get(name) is cache for name in _CACHE) or any(arg is cache for arg in args):
-        return cache
-    return None
+    while handles:
+        handles.pop().remove()
 
 
 @torch.compiler.disable
-def _before(
-    known: "weakref.ref[SinkCache]", module: nn.Module, args: tuple[Any, ...], kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    cache = _carried(known, args, kwargs)
-    if cache is None:
-        return None
-    kwargs = {**dict(zip(cache.decoder.parameters, args, strict=False)), **kwargs}
-    given = [kwargs[name] for name in _TOKENS if kwargs.get(name) is not None]
-    if not given:
-        raise InputError("this call has neither input_ids nor inputs_embeds")
-    if cache.call is not None:  # interrupted from outside: torch runs no hook then
-        _remove(cache.during)
-        cache.end(failed=True)
-    _check(cache, kwargs)
-    length = given[0].shape[1]
-    real = _real(cache, kwargs.pop("attention_mask", None), given[0])
-    sizes = cache.split(len(given[0]), length, real)
-    outputs, start = [], 0
-    for size in sizes[:-1]:
-        part = _part(kwargs, start, size, length)
-        part["attention_mask"] = None if real is None else real[:, start : start + size]
-        outputs.append(module(**part))
-        start += size
-    kwargs = _part(kwargs, start, sizes[-1], length)
-    last = None if real is None else real[:, start:]
-    call = cache.begin(len(given[0]), sizes[-1], last)
-    cache.earlier = outputs
-    device = given[0].device
-    if "position_ids" in cache.decoder.parameters:
-        kwargs["position_ids"] = cache.position_ids(call).to(device)
-    if "cache_position" in cache.decoder.parameters:
-        kwargs["cache_position"] = torch.arange(
-            call.past, call.past + call.tokens.length, device=device
-        )
-    kwargs["use_cache"] = True
-    try:
-        cache.during = _hang(cache, cache.decoder)
-    except InputError:
-        cache.call = None  # nothing is stored yet
-        raise
-    return (), kwargs
-
-
-def _check(cache: "SinkCache", kwargs: dict[str, Any]) -> None:
-    """Refuse what cannot be right."""
-    if kwargs.get("use_cache") is False:
-        raise InputError(
-            "use_cache=False in a call with a SinkCache (some configurations say so): give "
-            "use_cache=True as well"
-        )
-    if cache.decoder.base.training and torch.is_grad_enabled():
-        raise InputError(
-            "a SinkCache holds no gradients: call model.eval() or use torch.no_grad(); for "
-            "training there is sinkwise.nn.masks.sink_mask"
-        )
-
-
-def _real(cache: "SinkCache", mask: Any, tokens: Tensor) -> Tensor | None:
-    """Which of the new tokens are real; None where all are."""
-    if mask is None:
-        return None
-    batch, length = tokens.shape[:2]
-    seen = cache.rows.columns
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != batch:
-        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(
-            f"attention_mask is {shape}: a sink cache makes its own masks and needs to know the "
-            f"padding only; give a tensor of {batch} rows of 1 (real) and 0 (padding)"
-        )
-    if mask.shape[1] not in (length, seen + length):
-        raise InputError(
-            f"attention_mask has {mask.shape[1]} columns: {length} (the new tokens) or "
-            f"{seen + length} (all that the cache has seen and the new ones) are right"
-        )
-    real = mask[:, -length:].to("cpu").bool()
-    return None if bool(real.all()) else real
-
-
-def _part(kwargs: dict[str, Any], start: int, size: int, length: int) -> dict[str, Any]:
-    """The arguments of a call for some of its tokens."""
-    if size == length:
-        return dict(kwargs)
-    if kwargs.get("output_attentions"):
-        raise InputError(
-            f"output_attentions with {length} tokens at once, which must be split into shorter "
-            f"calls; give at most {size} at a time"
-        )
-    out = dict(kwargs)
-    for name in _TOKENS:
-        if isinstance(out.get(name), Tensor):
-            out[name] = out[name][:, start : start + size]
-    return out
-
-
-def _hang(cache: "SinkCache", decoder: Decoder) -> list[Any]:
-    """Hooks for the time of the call."""
-    handles: list[Any] = []
-    if cache.needs_mask:
-        name = decoder.config._attn_implementation or ""
-        if "flash" in name or "flex" in name:
-            raise InputError(
-                f"attn_implementation={name!r} takes no mask of queries by keys, which padding, "
-                "position biases and chunks after the first eviction need; load the model with "
-                "attn_implementation='sdpa', or give single tokens without padding"
-            )
-        for module, layer in zip(decoder.attention, cache.layers, strict=True):
-            hook = partial(_instead, weakref.ref(cache), layer.retention)
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    embedding: Any = decoder.base.get_input_embeddings()
-    if embedding.weight.dtype == torch.float64:
-        handles += exact_rotary(decoder.base)
-    return handles
-
-
-@torch.compiler.disable
-def _instead(
-    known: "weakref.ref[SinkCache]", retention: Any, module: nn.Module, args: Any, kwargs: Any
+def _replace_mask(
+    call: CacheCall,
+    retention: Retention,
+    positions: Positions,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """Give an attention module the cache's mask and bias."""
-    cache = known()
-    assert cache is not None and cache.call is not None
     states = kwargs.get("hidden_states", args[0] if args else None)
-    given = cache.call.arguments(retention, cache.positions.bias, states)
+    given = call.arguments(retention, positions.bias, states)
     for name in given:
         if name not in kwargs:
             raise InputError(
-                f"{type(module).__name__} does not get {name!r} by its name: a sink cache cannot "
-                "give it its own"
+                f"{type(module).__name__} gets no argument named {name!r}: a sink cache cannot "
+                "replace it"
             )
     return args, {**kwargs, **given}
-
-
-@torch.compiler.disable
-def _after(
-    known: "weakref.ref[SinkCache]",
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-) -> Any:
-    """Count the tokens, take the hooks of the call off, join the parts of a split call."""
-    cache = _carried(known, args, kwargs)
-    if cache is None or cache.call is None:
-        return None
-    _remove(cache.during)
-    earlier, cache.during, cache.earlier = cache.earlier, [], []
-    cache.end(failed=output is None)
-    return _joined([*earlier, output]) if earlier and output is not None else None
-
-
-def _joined(outputs: list[Any]) -> Any:
-    """One output of several consecutive ones."""
-    last = outputs[-1]
-    if isinstance(last, tuple):
-        return (torch.cat([output[0] for output in outputs], dim=1), *last[1:])
-    last["last_hidden_state"] = torch.cat(
-        [output["last_hidden_state"] for output in outputs], dim=1
-    )
-    if last.get("hidden_states") is not None:
-        layers = zip(*(output["hidden_states"] for output in outputs), strict=True)
-        last["hidden_states"] = tuple(torch.cat(parts, dim=1) for parts in layers)
-    return last

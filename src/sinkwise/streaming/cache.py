@@ -1,4 +1,4 @@
-"""The sink cache: keys of the first tokens and of the most recent, positions by place."""
+"""The sink cache: the keys of the first and of the most recent tokens, at cache positions."""
 
 import copy
 import weakref
@@ -11,39 +11,37 @@ from transformers.cache_utils import Cache
 
 from sinkwise.core.retention import Retention
 from sinkwise.errors import InputError
-from sinkwise.streaming.attachment import attach
-from sinkwise.streaming.call import Call
+from sinkwise.streaming.attachment import Attachment
+from sinkwise.streaming.call import CacheCall
 from sinkwise.streaming.layer import SinkLayer
+from sinkwise.streaming.plan import LONGEST_CHUNK, chunk_sizes
 from sinkwise.streaming.positions.decoder import decoder_of
-from sinkwise.streaming.positions.rotary import positions_of
-from sinkwise.streaming.rotation import Turning
+from sinkwise.streaming.positions.scheme import positions_of
+from sinkwise.streaming.rotation import SinkRotation
 from sinkwise.streaming.rows import Rows
-
-LONGEST_CHUNK = 256
-"""Tokens of one plan at most: each has its own copy of the sinks."""
 
 
 class SinkCache(Cache):
     """A transformers cache for endless text: `num_sink_tokens` first and `window_length` last keys.
 
-    Positions are places in the cache: with S sinks and a window of W, a query that is token t ≥ S+W
-    of its row sees tokens 0 … S−1 at places 0 … S−1 and t−W+1 … t at places S … S+W−1, itself at
-    S+W−1. `window_length` counts the query itself, and the cache holds S + W keys a layer; the
-    class of that name that transformers removed counted the sinks into its window.
+    Positions are cache positions: with S sinks and a window of W, a query that is token t ≥ S + W
+    of its row sees tokens 0 … S−1 at positions 0 … S−1, and t−W+1 … t at positions S … S+W−1.
+    `window_length` includes the query itself, and the cache holds S + W keys per layer; the
+    SinkCache that transformers removed counted the sinks into its window.
 
-    Pass it as `past_key_values` to the model or to `generate`, turn after turn. Rows are
-    padded on any side; each row's sinks are its own first real tokens. A chunk of any length gives
-    what its tokens give one by one. Layers with a sliding window of their own keep that window, and
-    have no sinks, where other layers have none (`layer_kinds`).
+    Pass it as `past_key_values` to the model or to `generate`, one turn of a conversation after the
+    other. Rows may be padded on any side; the sinks of a row are its own first real tokens. A chunk
+    of any length gives what its tokens give one by one. Layers with their own sliding window keep
+    that window and have no sinks if other layers have full attention (`layer_kinds`).
 
-    What is hung on the model acts on calls that carry this cache only, and goes with `close()`, at
-    the end of its `with` block, or when the cache is collected. No gradient flows through it.
+    The cache attaches hooks to the model, which act only on calls that carry this cache. `close()`,
+    the end of a `with` block and garbage collection remove them. No gradient flows through it.
 
-    Keys of deep layers were computed from what their token saw, evicted tokens included: an
-    approximation of recomputing the window, to be compared with it (`sinkwise stream`).
+    The keys of deep layers were computed from all that their token saw, including tokens evicted
+    since: an approximation of recomputing the window (`sinkwise stream` compares the two).
 
-    Raises InputError for a model whose positions are not known or depend on the length of the
-    text (dynamic NTK), and for a cache longer than the model's learned positions.
+    Raises InputError for a model whose positions are unknown or depend on the length of the text
+    (dynamic NTK), and for a cache longer than the model's learned positions.
 
     Reference: Xiao et al., 2023, arXiv 2309.17453.
     """
@@ -57,7 +55,9 @@ class SinkCache(Cache):
         self.decoder = decoder_of(model)
         self.positions = positions_of(self.decoder)
         self._forget()
-        self._check_length()
+        capacity = self.retention.capacity
+        highest = capacity + self.rows.ahead + LONGEST_CHUNK
+        self.positions.check(capacity, highest, type(self.decoder.base).__name__)
         kept = self.decoder.retentions(self.retention)
         pairs = zip(kept, self.positions.rotary, self.decoder.windows, strict=True)
         super().__init__(
@@ -71,39 +71,20 @@ class SinkCache(Cache):
         self._attach()
 
     def _attach(self) -> None:
-        self._close = weakref.finalize(self, attach(self))
+        retentions = tuple(layer.retention for layer in self.layers)
+        self._attachment = Attachment(self, self.decoder, self.positions, retentions)
+        self._close = weakref.finalize(self, self._attachment.close)
         self._close.atexit = False
 
     def _forget(self) -> None:
-        self.call: Call | None = None
-        """The call in progress."""
-        self.during: list[Any] = []
-        """Hooks that hang for the time of the call."""
-        self.earlier: list[Any] = []
-        """Outputs of the parts of a split call before the one in progress."""
         self.rows = Rows(self.retention)
-        """How far each row has come."""
-        self._turnings: list[Turning] | None = None
+        """The counters of each row."""
+        self._rotations: list[SinkRotation] | None = None
         self._failed = False
-
-    def _check_length(self) -> None:
-        capacity, known = self.retention.capacity, self.positions
-        if known.learned is not None and capacity > known.learned:
-            raise InputError(
-                f"num_sink_tokens + window_length = {capacity} is more than the {known.learned} "
-                f"positions that {type(self.decoder.base).__name__} has learned"
-            )
-        highest = capacity + self.rows.ahead + LONGEST_CHUNK
-        if known.limit is not None and highest > known.limit:
-            raise InputError(
-                f"num_sink_tokens + window_length = {capacity} reaches position {highest}, and "
-                f"from {known.limit} on {type(self.decoder.base).__name__} changes its frequencies "
-                "(LongRoPE): keys of before and after do not fit together; lower window_length"
-            )
 
     @property
     def layer_kinds(self) -> list[str]:
-        """What each layer keeps: `sinks + window`, or `sliding window` of its own."""
+        """What each layer keeps: `sinks + window`, or its own `sliding window`."""
         return [
             "sinks + window" if layer.retention == self.retention else "sliding window"
             for layer in self.layers
@@ -111,108 +92,88 @@ class SinkCache(Cache):
 
     @property
     def seen(self) -> Int[Tensor, " batch"]:
-        """Real tokens that each row has had; seen = kept + evicted."""
+        """Real tokens of each row so far; seen = kept + evicted."""
         return torch.tensor(self.rows.seen or (), dtype=torch.int64)
 
     @property
     def kept(self) -> Int[Tensor, " batch"]:
-        """Tokens of each row that are in the layers with sinks."""
+        """Tokens of each row that the layers with sinks hold."""
         return self.retention.kept(self.seen)
 
     @property
     def evicted(self) -> Int[Tensor, " batch"]:
-        """Tokens of each row that are gone for good."""
+        """Tokens of each row that were evicted."""
         return self.seen - self.kept
 
-    def split(self, batch: int, length: int, real: Bool[Tensor, "batch query"] | None) -> list[int]:
-        """Lengths of the calls that a call is done in: first what evicts nothing, then chunks
-        short enough for a copy of the sinks a query.
-        """
-        self._usable(batch)
-        if length == 1:
-            return [1]
-        sinks = self.retention.num_sink_tokens
-        longest = max(16, min(LONGEST_CHUNK, self.retention.window_length // max(sinks, 1)))
-        if self.positions.learned is not None:  # some have a table of masks as large
-            spare = self.positions.learned - self.retention.capacity
-            longest = min(longest, max(1, spare // (sinks + 1)))
-        retentions = {self.retention, *self._others}
-        room = min(retention.capacity for retention in retentions) - self.rows.most
-        first = min(length, max(room, longest))
-        sizes = [first]
-        while (left := length - sum(sizes)) > 0:
-            sizes.append(min(left, longest))
-        return sizes
+    @property
+    def columns(self) -> int:
+        """Columns of all calls so far, padding included."""
+        return self.rows.columns
 
-    def _usable(self, batch: int) -> None:
+    def split(self, batch: int, length: int) -> list[int]:
+        """Lengths of the calls that a call is split into: first one that evicts nothing, then
+        chunks short enough for one copy of the sinks per query.
+
+        Raises InputError if the cache is closed, has failed, or holds another number of rows.
+        """
+        self._check_usable(batch)
+        retentions = (self.retention, *self._others)
+        return chunk_sizes(length, self.rows.most, retentions, self.positions.learned)
+
+    def _check_usable(self, batch: int) -> None:
         if not self._close.alive:
             raise InputError("this SinkCache is closed; make a new one")
         if self._failed:
             raise InputError(
-                "a call with this SinkCache failed before its end, and some layers have its keys "
-                "while others have not; reset() it and feed its text again"
+                "a call with this SinkCache failed before its end, and only some layers have its "
+                "keys; reset() the cache and feed its text again"
             )
         self.rows.check(batch)
 
-    def begin(self, batch: int, length: int, real: Bool[Tensor, "batch query"] | None) -> Call:
+    def begin(self, batch: int, length: int, real: Bool[Tensor, "batch query"] | None) -> CacheCall:
         """Plan a call."""
         tokens = self.rows.tokens(batch, length, real)
         back = self.rows.rebase()
         if back is not None:
             for layer in self.layers:
                 layer.rebase(back)
-        self.call = Call(tokens, self.retention, self.rows.base, self._others)
-        if self.call.steps is not None and tokens.seen[0] >= self.retention.capacity:
-            if self._turnings is None:
-                self._turnings = Turning.of(self.layers)
+        call = CacheCall(tokens, self.retention, self.rows.base, self._others)
+        if call.steps is not None and tokens.seen[0] >= self.retention.capacity:
+            if self._rotations is None:
+                self._rotations = SinkRotation.of(self.layers)
             shift = tokens.seen[0] - self.rows.base[0] - (self.retention.capacity - 1)
-            for turning in self._turnings:
-                turning.write(shift)
-        return self.call
+            for rotation in self._rotations:
+                rotation.write(shift)
+        return call
 
-    @property
-    def needs_mask(self) -> bool:
-        """Whether the attention modules must get another mask than the model's in this call."""
-        assert self.call is not None
-        if self.positions.bias is not None:
-            return True
-        return self.call.steps is None and any(plan.mask is not None for plan in self.call.plans)
-
-    def position_ids(self, call: Call) -> Int[Tensor, "batch query"]:
-        """What the model is to take as positions."""
-        if self.positions.learned is None:
-            return call.positions()
-        return call.tokens.index.clamp(max=self.retention.capacity - 1)
-
-    def end(self, failed: bool) -> None:
-        """Count a call's tokens."""
-        assert self.call is not None
-        tokens, self.call = self.call.tokens, None
+    def end(self, call: CacheCall, failed: bool) -> None:
+        """Count the tokens of a call that is over."""
         self._failed = failed
         if not failed:
-            self.rows.count(tokens, croppable=self._least)
+            self.rows.count(call.tokens, croppable=self._least)
 
     @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values; returns all that its queries attend to.
+        """Store a layer's new keys and values; return all that its queries attend to.
 
-        What models pass beside them (cosines, positions) is not needed.
+        Further arguments of the models (cosines, positions) are not needed.
         """
-        if self.call is None:
+        call = self._attachment.call
+        if call is None:
             raise InputError(
-                "this SinkCache got keys from a model that it is not attached to (or it is closed):"
-                " make it with SinkCache(model) for this very model"
+                "this SinkCache got keys from a model that it is not attached to, or it is closed; "
+                "make one with SinkCache(model) for this model"
             )
         layer = self.layers[layer_idx]
-        if self.call.steps is not None:
-            return layer.step(key_states, value_states, *self.call.steps[layer.retention])
-        plan = self.call.plan(layer.retention)
-        turn = None
+        if call.steps is not None:
+            return layer.step(key_states, value_states, *call.steps[layer.retention])
+        plan = call.plan(layer.retention)
+        rotation = None
         if plan.mode != "append" and layer.retention.num_sink_tokens:
-            turn = self.call.turn(layer.rotary, key_states)
-        keys, values = layer.update(key_states, value_states, plan, turn)
+            rotation = call.rotation(layer.rotary, key_states)
+        keys, values = layer.update(key_states, value_states, plan, rotation)
         bias = self.positions.bias
         if bias is not None and (blocks := bias.blocks(plan)) > 1:
             return keys.repeat(1, 1, blocks, 1), values.repeat(1, 1, blocks, 1)
@@ -220,46 +181,46 @@ class SinkCache(Cache):
 
     @torch.compiler.disable
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, evicted and padding ones too; within a call, the keys before its own."""
-        return self.rows.columns if self.call is None else self.call.past
+        """Columns so far, evicted and padding ones included; in a call, the keys before its own."""
+        call = self._attachment.call
+        return self.rows.columns if call is None else call.past
 
     @torch.compiler.disable
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Where the queries of a call stand among the keys that attention gets."""
+        """The offset of a call's queries among the keys that attention gets."""
         return self.get_seq_length(layer_idx)
 
     @torch.compiler.disable
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """Number of keys, and how far the first stands from 0 (a tensor of positions in 4.x)."""
+        """Number of keys, and the offset of the first (4.x passes a tensor of positions)."""
         length = len(query_length) if isinstance(query_length, Tensor) else query_length
-        if self.call is None:
+        call = self._attachment.call
+        if call is None:
             return self.rows.columns + length, 0
-        columns = self.call.columns(self.layers[layer_idx].retention)
-        return columns, self.call.past + length - columns
+        columns = call.columns(self.layers[layer_idx].retention)
+        return columns, call.past + length - columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Tokens that the cache takes: no end (−1)."""
+        """Maximum number of tokens: −1, no limit."""
         return -1
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """The same, as transformers 4 asks for it."""
-        return -1
+    get_max_cache_shape = get_max_length  # its name in transformers 4
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` can still put the cache back: nothing has been evicted."""
+        """Whether `crop` can still restore an earlier state: nothing has been evicted."""
         return self.rows.real is not None
 
     @property
     def batch_size(self) -> int:
-        """Rows; −1 before the first call."""
+        """Number of rows; −1 before the first call."""
         return -1 if self.rows.seen is None else len(self.rows.seen)
 
     max_batch_size = batch_size
 
     @property
     def is_compileable(self) -> bool:
-        """False: the plan of a call is made on the CPU."""
+        """False: the plan of a call is computed on the CPU."""
         return False
 
     @property
@@ -268,9 +229,9 @@ class SinkCache(Cache):
         return self.rows.seen is not None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last columns: −n of them; a positive number is what is to stay (4.x).
+        """Remove the last n columns, given as −n; a positive number is how many stay (4.x).
 
-        Raises InputError once a token has been evicted, which no roll-back brings back.
+        Raises InputError once a token has been evicted, which cannot be restored.
         """
         have = self.rows.columns
         stays = tokens_to_remove if tokens_to_remove > 0 else have + tokens_to_remove
@@ -280,38 +241,37 @@ class SinkCache(Cache):
             raise InputError(f"crop({tokens_to_remove}): the cache has {have} columns")
         if not self.is_croppable:
             raise InputError(
-                f"crop({tokens_to_remove}) on a sink cache that has evicted tokens: what has left "
-                "the window is gone. Crop before the first eviction, or feed the text again"
+                f"crop({tokens_to_remove}) on a sink cache that has evicted tokens cannot restore "
+                "them; crop before the first eviction, or feed the text again"
             )
         self.rows.crop(stays)
 
     def reset(self) -> None:
-        """Forget everything that was seen; the cache can be used again."""
+        """Forget all tokens and any interrupted call; the cache can be used again."""
+        self._attachment.abandon()
         for layer in self.layers:
             layer.reset()
         self._forget()
 
     def batch_select_indices(self, indices: Int[Tensor, " chosen"]) -> None:
         """Keep these rows, in this order."""
-        if self.rows.seen is None:
-            return
-        chosen = indices.to("cpu")
-        self._turnings = None
-        for layer in self.layers:
-            layer.select(chosen)
-        self.rows.select(chosen)
+        if self.is_initialized:
+            chosen, self._rotations = indices.to("cpu"), None
+            for layer in self.layers:
+                layer.select(chosen)
+            self.rows.select(chosen)
 
     def reorder_cache(self, beam_idx: Int[Tensor, " chosen"]) -> None:
-        """Rows in a new order, as beam search asks for; the sinks' originals go along."""
+        """Reorder the rows, as beam search does."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row so many times."""
+        """Repeat every row."""
         if self.rows.seen is not None:
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def close(self) -> None:
-        """Take everything off the model; the cache cannot be used any more."""
+        """Remove all hooks from the model; the cache cannot be used any more."""
         self._close()
 
     def __enter__(self) -> "SinkCache":
@@ -321,15 +281,16 @@ class SinkCache(Cache):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SinkCache":
-        """A second cache on the same model, at the same token."""
+        """A second cache on the same model, in the same state."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
-        shared = {"decoder", "positions", "retention", "_close", "layers", "_turnings"}
+        own = {"decoder", "positions", "retention", "layers"}
+        own |= {"_close", "_attachment", "_rotations"}
         for name, value in vars(self).items():
-            if name not in shared:
+            if name not in own:
                 setattr(other, name, copy.deepcopy(value, memo))
         other.decoder, other.positions = self.decoder, self.positions
-        other.retention, other._turnings = self.retention, None
+        other.retention, other._rotations = self.retention, None
         other.layers = [layer.copy() for layer in self.layers]
         other._attach()
         return other

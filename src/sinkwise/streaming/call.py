@@ -1,4 +1,4 @@
-"""A call in progress: the plans of its layers, its positions, and the turns of the sinks."""
+"""A call in progress: the plans of its layers, its positions, and the rotations of the sinks."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,34 +15,37 @@ from sinkwise.streaming.positions.alibi import Bias
 
 
 @dataclass(eq=False)
-class Call:
-    """One forward call of the decoder with a sink cache, short enough to be one plan."""
+class CacheCall:
+    """One forward call of a decoder with a sink cache, short enough for one plan."""
 
     tokens: Tokens
     retention: Retention
-    """Of the layers with sinks."""
+    """What the layers with sinks keep."""
     base: tuple[int, ...]
-    """What each row's token index is ahead of its position."""
+    """Each row's token index minus its rotary position."""
     others: frozenset[Retention] = frozenset()
-    """Of layers with a window of their own."""
+    """What layers with their own window keep."""
     tables: dict[Any, Any] = field(default_factory=dict)
-    """Cosines and sines, masks: made once a call."""
+    """Plans, cosines, sines and masks, computed once per call."""
 
     def plan(self, retention: Retention) -> Plan:
-        """How layers of that retention take the call."""
+        """The plan of the layers with that retention."""
         if retention not in self.tables:
             self.tables[retention] = Plan(self.tokens, retention)
         return self.tables[retention]
 
     @property
-    def plans(self) -> list[Plan]:
-        """Those of all layers."""
-        return [self.plan(retention) for retention in {self.retention, *self.others}]
+    def needs_mask(self) -> bool:
+        """Whether attention modules must get another mask than the model's own."""
+        if self.steps is not None:
+            return False
+        kinds = {self.retention, *self.others}
+        return any(self.plan(retention).mask is not None for retention in kinds)
 
     @cached_property
     def steps(self) -> dict[Retention, tuple[int, int]] | None:
-        """For one token of rows that are alike and have their sinks: the slot that it takes and the
-        columns that attention gets, by retention. None for any other call.
+        """The new token's slot and the number of columns, by retention; None if this is not a
+        call of one token per row, in which all rows are at the same token and have their sinks.
         """
         seen = self.tokens.seen[0]
         if self.tokens.length > 1 or not self.uniform or seen <= self.retention.num_sink_tokens:
@@ -50,22 +53,22 @@ class Call:
         return {kept: kept.step(seen) for kept in (self.retention, *self.others)}
 
     def columns(self, retention: Retention) -> int:
-        """Keys that attention gets in layers of that retention."""
+        """Number of keys that attention gets in layers of that retention."""
         return self.plan(retention).columns if self.steps is None else self.steps[retention][1]
 
     @cached_property
     def past(self) -> int:
-        """Keys before the call's own, as the model's own masks are to count them."""
+        """Number of keys before the call's own, as the model's masks count them."""
         kinds = {self.retention, *self.others}
         return max(self.columns(retention) for retention in kinds) - self.tokens.length
 
     @cached_property
     def uniform(self) -> bool:
-        """Whether one position a query serves all rows."""
+        """Whether the positions are the same in all rows."""
         return self.tokens.uniform and len(set(self.base)) == 1
 
     def positions(self) -> Int[Tensor, "row query"]:
-        """Rotary positions: token index less base; one row for all where they are alike."""
+        """Rotary positions: token index minus base; one row if all rows are alike."""
         if self.uniform:
             first = self.tokens.seen[0] - self.base[0]
             if self.tokens.length == 1:
@@ -73,11 +76,11 @@ class Call:
             return torch.arange(first, first + self.tokens.length)[None]
         return self.tokens.index - torch.tensor(self.base)[:, None]
 
-    def turn(
+    def rotation(
         self, rotary: Rotary | None, like: Tensor
     ) -> tuple[Float[Tensor, "row 1 query rotated"], Float[Tensor, "row 1 query rotated"]] | None:
-        """Cosines and sines that bring the sinks to where each query has them: from where they
-        came in to S + W − 1 less their place before it.
+        """Cosines and sines that re-rotate the sinks for each query, so that their distance to it
+        is that of their cache positions.
         """
         if rotary is None:
             return None
@@ -91,7 +94,7 @@ class Call:
         return self.tables[key]
 
     def arguments(self, retention: Retention, bias: Bias | None, like: Tensor) -> dict[str, Tensor]:
-        """What attention modules of that retention must get instead of the model's own."""
+        """The arguments that attention modules of that retention get instead of the model's own."""
         key = ("arguments", retention, like.device)
         if key not in self.tables:
             self.tables[key] = self._arguments(self.plan(retention), bias, like)

@@ -19,14 +19,14 @@ from sinkwise.streaming.cache import SinkCache
 
 @dataclass(frozen=True)
 class StreamedToken:
-    """One token of a stream."""
+    """One token of an endless text."""
 
     token: int
     """Its id."""
     log_probability: float
-    """ln p(token | what the cache holds), of the model's own logits; NaN for the first token."""
+    """ln p(token | cache) from the model's own logits; NaN for the first token."""
     generated: bool
-    """Whether the model wrote it, or it was given."""
+    """Whether the model generated it; else it was given."""
 
 
 def stream(
@@ -42,35 +42,39 @@ def stream(
     chunk_length: int = 64,
     callback: Callable[[StreamedToken], Any] | None = None,
 ) -> Iterator[StreamedToken]:
-    """Feed `tokens` (ids), then go on writing; yields every token with its score.
+    """Feed `tokens` (ids), then generate; yields every token with its score.
 
-    `tokens` may be endless, and so may what is written (`max_new_tokens=None`; then `stop` or the
-    caller ends it): only the cache and a history as long as the cache are kept, which is also what
-    `processors` (transformers' own: temperature, top-p, repetition penalty, …) get to see. Given
-    tokens are read `chunk_length` at a time; the scores do not depend on it. `sample=False` takes
-    the likeliest token, `sample=True` draws one, with `generator`. Without `cache` a
-    `SinkCache(model)` is made and closed at the end; with one, the stream goes on where it stands,
-    and a token that was generated last is in it as well.
+    `tokens` may be endless, and so may the generation (`max_new_tokens=None`; then `stop` or the
+    caller ends it): only the cache and a history of the cache's length are kept. `processors`
+    (transformers' own: temperature, top-p, repetition penalty, …) get that history. Given tokens
+    are fed `chunk_length` at a time; the scores do not depend on it. `sample=False` takes the most
+    probable token, `sample=True` draws one with `generator`. Without `cache`, a `SinkCache(model)`
+    is made and closed at the end. With one, the text continues from the cache's state, and the
+    last generated token is fed to it as well.
 
     >>> log_p = [one.log_probability for one in stream(model, ids)]        # doctest: +SKIP
     >>> perplexity = math.exp(-sum(log_p[1:]) / (len(log_p) - 1))          # doctest: +SKIP
 
     Raises InputError for an id outside the vocabulary, a chunk length below 1, a negative number of
-    new tokens, a stream without any token to start from, and a cache with more than one row.
+    new tokens, a generation without any token to start from, and a cache with more than one row.
 
     Reference: Xiao et al., 2023, arXiv 2309.17453.
     """
     if chunk_length < 1:
-        raise InputError(f"chunk_length={chunk_length}: at least 1 is right")
+        raise InputError(f"chunk_length={chunk_length} must be at least 1")
     if max_new_tokens is not None and max_new_tokens < 0:
-        raise InputError(f"max_new_tokens={max_new_tokens}: 0 or more, or None for no end")
+        raise InputError(
+            f"max_new_tokens={max_new_tokens} must be at least 0, or None for no limit"
+        )
     if cache is not None and cache.batch_size > 1:
-        raise InputError(f"the cache holds {cache.batch_size} rows; a stream is one row")
+        raise InputError(
+            f"the cache holds {cache.batch_size} rows; stream() needs a cache of one row"
+        )
     options = (processors or LogitsProcessorList(), sample, generator)
-    return _run(model, tokens, cache, max_new_tokens, stop, options, chunk_length, callback)
+    return _generate(model, tokens, cache, max_new_tokens, stop, options, chunk_length, callback)
 
 
-def _run(
+def _generate(
     model: Any,
     tokens: Iterable[Any],
     given: SinkCache | None,
@@ -82,22 +86,22 @@ def _run(
 ) -> Iterator[StreamedToken]:
     with SinkCache(model) if given is None else nullcontext(given) as cache:
         feed = _Feed(model, cache)
-        waiting = iter(tokens)
-        while chunk := [int(token) for token in islice(waiting, chunk_length)]:
-            for one in feed.read(chunk):
-                _tell(callback, one)
+        pending = iter(tokens)
+        while chunk := [int(token) for token in islice(pending, chunk_length)]:
+            for one in feed.score(chunk):
+                _call_back(callback, one)
                 yield one
         written = 0
         while limit is None or written < limit:
-            one = feed.write(*options)
-            _tell(callback, one)
+            one = feed.generate(*options)
+            _call_back(callback, one)
             yield one
             written += 1
             if one.token in stop:
                 return
 
 
-def _tell(callback: Callable[[StreamedToken], Any] | None, one: StreamedToken) -> None:
+def _call_back(callback: Callable[[StreamedToken], Any] | None, one: StreamedToken) -> None:
     if callback is not None:
         callback(one)
 
@@ -112,11 +116,13 @@ class _Feed:
         self.logits: Float[Tensor, " vocabulary"] | None = None
         self.history: deque[int] = deque(maxlen=cache.retention.capacity)
 
-    def read(self, chunk: list[int]) -> list[StreamedToken]:
+    def score(self, chunk: list[int]) -> list[StreamedToken]:
         """Feed given tokens; each is scored by the logits before it."""
         for token in chunk:
             if not 0 <= token < self.vocabulary:
-                raise InputError(f"token {token} is not in the vocabulary of {self.vocabulary}")
+                raise InputError(
+                    f"token {token} must be at least 0 and below the vocabulary's {self.vocabulary}"
+                )
         before, after = self.logits, self._forward(chunk)
         first = math.nan if before is None else _score(before, chunk[0])
         scores = after[:-1].log_softmax(-1)[range(len(chunk) - 1), chunk[1:]].tolist()
@@ -125,12 +131,12 @@ class _Feed:
             for token, score in zip(chunk, [first, *scores], strict=True)
         ]
 
-    def write(
+    def generate(
         self, processors: LogitsProcessorList, sample: bool, generator: torch.Generator | None
     ) -> StreamedToken:
         """Choose the next token and feed it."""
         if self.logits is None:
-            raise InputError("the stream has no token to go on from; give at least one")
+            raise InputError("there is no token to generate from; give at least one in tokens")
         seen = torch.tensor([list(self.history)], device=self.device)
         scores: Any = processors(seen, self.logits[None].clone())  # type: ignore[arg-type]
         if sample:

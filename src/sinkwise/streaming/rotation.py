@@ -1,4 +1,4 @@
-"""The sinks of all layers, turned together: what a step of one token costs once, not a layer."""
+"""The sinks of all layers, re-rotated together: a step pays for it once, not per layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,33 +11,33 @@ from sinkwise.attention.rotary import Rotary
 from sinkwise.streaming.layer import SinkLayer
 
 BLOCK_BYTES = 2**22
-"""Turned sinks that are made at once, for the steps to come, take so much at most."""
+"""Memory limit of the re-rotated sinks that are computed ahead for the next steps."""
 MOST_SHIFTS = 64
-"""Shifts that they are made for at once, at most."""
+"""Maximum number of steps that they are computed ahead for."""
 
 
 @dataclass(eq=False)
-class Turning:
-    """Layers whose sinks turn alike and lie on one device; it holds as long as their buffers do.
+class SinkRotation:
+    """Layers on one device whose sinks rotate alike; valid as long as their buffers exist.
 
-    Each step writes originals · cos δω + originals turned by 90° · sin δω over the sink rows.
+    Each step overwrites the sink rows by originals · cos δω + originals rotated by 90° · sin δω.
     """
 
     rotary: Rotary
     sinks: Float[Tensor, "layer batch kv_head key rotated"]
-    """The originals of all layers."""
+    """The original sink keys of all layers."""
     quarters: Float[Tensor, "layer batch kv_head key rotated"]
-    """The same, every pair turned by 90°."""
-    places: list[Tensor]
-    """The sink rows in each layer's buffer, their rotated coordinates."""
+    """The same, every pair rotated by 90°."""
+    targets: list[Tensor]
+    """The rotated coordinates of the sink rows in each layer's buffer."""
     first: int = 0
-    """The shift that `turned` starts with."""
-    turned: list[tuple[Tensor, ...]] = field(default_factory=list)
-    """The sinks of all layers for each of the next shifts, as the buffers have them."""
+    """The shift that `rotated` starts with."""
+    rotated: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """The sinks of all layers for each of the next shifts, in the buffers' dtype."""
 
     @classmethod
-    def of(cls, layers: Sequence[SinkLayer]) -> list["Turning"]:
-        """One for each kind of layer among them that turns sinks; their buffers must be full."""
+    def of(cls, layers: Sequence[SinkLayer]) -> list["SinkRotation"]:
+        """One for each kind of layer that re-rotates sinks; the layers' buffers must be full."""
         kinds: dict[tuple, list[SinkLayer]] = {}
         for layer in layers:
             if layer.rotary is not None and layer.retention.num_sink_tokens:
@@ -55,17 +55,17 @@ class Turning:
         ]
 
     def write(self, shift: int) -> None:
-        """Turn all sinks by so many positions from where they came in."""
-        if not 0 <= shift - self.first < len(self.turned):
-            self._turn(shift)
-        torch._foreach_copy_(self.places, self.turned[shift - self.first])
+        """Rotate all sinks by `shift` positions from their original ones."""
+        if not 0 <= shift - self.first < len(self.rotated):
+            self._rotate_ahead(shift)
+        torch._foreach_copy_(self.targets, self.rotated[shift - self.first])
 
-    def _turn(self, first: int) -> None:
-        """Turn them for the shifts from `first` on."""
-        dtype = self.places[0].dtype
+    def _rotate_ahead(self, first: int) -> None:
+        """Compute the sinks for `first` and the next shifts."""
+        dtype = self.targets[0].dtype
         count = BLOCK_BYTES // (self.sinks.numel() * dtype.itemsize)
         count = max(1, min(MOST_SHIFTS, count))
         angles = self.rotary.angles(torch.arange(first, first + count)[:, None, None, None, None])
         cos, sin = angles.cos().to(self.sinks), angles.sin().to(self.sinks)
-        turned = torch.addcmul(self.sinks * cos, self.quarters, sin).to(dtype)
-        self.first, self.turned = first, [layers.unbind(0) for layers in turned.unbind(0)]
+        rotated = torch.addcmul(self.sinks * cos, self.quarters, sin).to(dtype)
+        self.first, self.rotated = first, [layers.unbind(0) for layers in rotated.unbind(0)]

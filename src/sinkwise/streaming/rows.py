@@ -1,4 +1,4 @@
-"""How far each row of a sink cache has come: real tokens, columns, and the positions' base."""
+"""Per row of a sink cache: real tokens so far, columns, and the base of its positions."""
 
 from dataclasses import dataclass, field
 
@@ -11,60 +11,55 @@ from sinkwise.errors import InputError
 from sinkwise.streaming.plan import Tokens
 
 REBASE_AFTER = 128
-"""Positions by which a row may run ahead, where the window is shorter: rarely enough that turning
-the ring back costs nothing."""
+"""Least number of positions that a row may run ahead of the cache: re-basing, which rotates the
+whole ring, is then rare enough to cost nothing."""
 
 
 @dataclass(eq=False)
 class Rows:
-    """The counts of a batch; before the first call it has no rows."""
+    """The counters of a batch; it has no rows before the first call."""
 
     retention: Retention
     seen: tuple[int, ...] | None = None
-    """Real tokens that each row has had."""
+    """Real tokens of each row so far."""
     base: tuple[int, ...] = ()
-    """What each row's token index is ahead of its rotary position."""
+    """Each row's token index minus its rotary position."""
     columns: int = 0
-    """Columns of all calls, padding included: what `generate` counts."""
+    """Columns of all calls, padding included, as `generate` counts them."""
     real: list[int | Bool[Tensor, "batch query"]] | None = field(default_factory=list)
-    """Which columns were real, for `crop`, a number of columns where all were; None from the first
-    eviction on, also where the row that it befell has gone since.
+    """For `crop`: which columns were real, or a number of columns that all were. None after the
+    first eviction, even if the row that evicted a token has been dropped since.
     """
 
     @property
     def most(self) -> int:
-        """Real tokens of the row that has had most."""
+        """Real tokens of the longest row."""
         return max(self.seen or (0,))
 
     @property
     def ahead(self) -> int:
-        """Positions after which a full row is brought back."""
+        """Positions after which a full row is re-based."""
         return max(self.retention.window_length, REBASE_AFTER)
 
     def tokens(self, batch: int, length: int, real: Bool[Tensor, "batch query"] | None) -> Tokens:
-        """The tokens of a call.
-
-        Raises InputError for another number of rows than before.
-        """
+        """The tokens of a call. Raises InputError if the number of rows has changed."""
         if self.seen is None:
             self.seen, self.base = (0,) * batch, (0,) * batch
         self.check(batch)
         return Tokens(self.seen, length, real)
 
     def check(self, batch: int) -> None:
-        """Raise InputError for another number of rows than the cache has."""
+        """Raise InputError if the cache holds another number of rows."""
         if self.seen is not None and len(self.seen) != batch:
             raise InputError(
-                f"this call has {batch} rows and the cache holds {len(self.seen)}: give the same "
+                f"this call has {batch} rows and the cache holds {len(self.seen)}; give the same "
                 "rows, or reset() the cache"
             )
 
     def rebase(self) -> Int[Tensor, " batch"] | None:
-        """By how many positions each row's keys are to be turned back; None while none has run
-        too far ahead.
+        """How many positions each row's keys must be rotated back; None if no row is far ahead.
 
-        A row is brought to where its next query stands at the last place of the cache; one that is
-        not full stands there already.
+        Afterwards the next query of each full row is at the last cache position.
         """
         assert self.seen is not None
         at = max(seen - base for seen, base in zip(self.seen, self.base, strict=True))
@@ -76,7 +71,7 @@ class Rows:
         return back
 
     def count(self, tokens: Tokens, croppable: int) -> None:
-        """Add a call's tokens; `croppable`: up to how many nothing has been evicted."""
+        """Add a call's tokens; nothing is evicted up to `croppable` tokens."""
         self.seen = tokens.after
         self.columns += tokens.length
         if self.real is None:
@@ -91,7 +86,7 @@ class Rows:
             self.real.append(tokens.length)
 
     def crop(self, stays: int) -> None:
-        """Take all columns back but the first `stays`."""
+        """Remove all columns except the first `stays`."""
         assert self.real is not None and self.seen is not None
         batch = len(self.seen)
         parts = [
@@ -102,7 +97,7 @@ class Rows:
         self.seen, self.columns, self.real = tuple(real.sum(1).tolist()), stays, [real]
 
     def select(self, chosen: Int[Tensor, " chosen"]) -> None:
-        """Only these rows, in this order."""
+        """Keep these rows, in this order."""
         assert self.seen is not None
         numbers = chosen.tolist()
         self.seen = tuple(self.seen[row] for row in numbers)

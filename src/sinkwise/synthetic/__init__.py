@@ -1,1 +1,1 @@
-"""Tasks that make one kind of attention sink on purpose, and two small models trained on them."""
+"""Tasks that each need one kind of attention sink, and small models trained on them."""

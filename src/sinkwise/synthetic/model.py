@@ -1,4 +1,4 @@
-"""The smallest models that can grow a sink: attention and a residual, nothing else."""
+"""The smallest models that can learn a sink: attention and a residual stream, nothing else."""
 
 from collections.abc import Sequence
 
@@ -10,26 +10,20 @@ from torch import Tensor, nn
 from sinkwise.errors import InputError
 from sinkwise.nn.gate import GateKind, OutputGate
 from sinkwise.nn.global_pathway import GlobalPathway, common_mode_penalty
+from sinkwise.nn.linear import linear
 from sinkwise.nn.registers import RegisterTokens
 from sinkwise.nn.sink_logit import SinkLogitAttention, sink_attention
 from sinkwise.nn.softmax import SoftmaxType
 
 WEIGHT_STD = 0.1
-"""Standard deviation of every weight at the start."""
-
-
-def _linear(inputs: int, outputs: int, generator: torch.Generator | None, std: float) -> nn.Linear:
-    # skip_init leaves the global random state alone.
-    linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
-    nn.init.normal_(linear.weight, std=std, generator=generator)
-    return linear
+"""Standard deviation of every initial weight."""
 
 
 class Attention(nn.Module):
-    """Multi-head attention over all tokens: o_proj(gate(softmax(q k^T / sqrt(head_dim)) v)).
+    r"""Multi-head attention over all tokens: $W_O (g \odot \text{softmax}(q k^T / \sqrt{d_h}) v)$.
 
-    `softmax` is `vanilla`, `off-by-one` (1 in the denominator) or `learnable` (a sink logit a head,
-    which starts at 0).
+    `gate` selects the output gate $g$; None for no gate. `softmax` is `vanilla`, `off-by-one` (adds
+    1 to the denominator) or `learnable` (one sink logit per head, initially 0).
     """
 
     def __init__(
@@ -44,11 +38,12 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         if num_heads < 1 or dim % num_heads:
-            raise InputError(f"dim={dim} must be a multiple of num_heads={num_heads}")
+            raise InputError(f"dim={dim} must be a multiple of num_heads={num_heads}, at least 1")
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            _linear(dim, dim, generator, std) for _ in range(4)
+            linear(dim, dim, bias=False, std=std, generator=generator, device=None, dtype=None)
+            for _ in range(4)
         )
         self.gate = None
         if gate is not None:
@@ -76,12 +71,12 @@ class Attention(nn.Module):
         return self.o_proj(heads)
 
     def sink_logit(self, like: Tensor) -> Float[Tensor, " head"]:
-        """What joins the denominator as exp(logit), for each head; not for `vanilla`."""
+        """The logit of each head that adds exp(logit) to its denominator; not for `vanilla`."""
         return like.new_zeros(self.num_heads) if self.sink is None else self.sink.logit.to(like)
 
 
 class AttentionLayer(nn.Module):
-    """x + attention(x), and + pathway(x) where there is one."""
+    """x + attention(x), plus pathway(x) if there is a pathway."""
 
     def __init__(self, attention: Attention, pathway: GlobalPathway | None = None) -> None:
         super().__init__()
@@ -98,13 +93,14 @@ class AttentionLayer(nn.Module):
 
 
 class AttentionOnly(nn.Module):
-    """A stack of attention layers, each added to the residual stream and nothing else.
+    r"""A stack of attention layers on a residual stream, without norms, MLPs or positions.
 
-    `num_registers` learned tokens go before the sequence; they are part of the states and not of
-    the output. With `local` a token sees itself and the registers alone, and registers see all.
-    With `pathway` every layer has a global pathway beside its attention.
-    Weights start at N(0, 0.1²), drawn from `generator`. Raises InputError where `dim` is no
-    multiple of `num_heads`, or a count is too small.
+    `num_registers` learned tokens are prepended to the sequence; the states contain them, the
+    output does not. With `local` a token sees only itself and the registers, and registers see all
+    tokens. With `pathway` every layer has a global pathway parallel to its attention. The initial
+    weights are drawn from $N(0, 0.1^2)$ with `generator`.
+
+    Raises InputError if `dim` is not a multiple of `num_heads`, or if a count is too small.
     """
 
     def __init__(
@@ -124,7 +120,7 @@ class AttentionOnly(nn.Module):
         if num_layers < 1:
             raise InputError(f"num_layers={num_layers} must be at least 1")
         if num_registers < 0:
-            raise InputError(f"num_registers={num_registers} must not be negative")
+            raise InputError(f"num_registers={num_registers} must be at least 0")
         self.local = local
         self.layers = nn.ModuleList(
             AttentionLayer(
@@ -139,7 +135,7 @@ class AttentionOnly(nn.Module):
 
     @property
     def num_registers(self) -> int:
-        """Learned tokens before the sequence."""
+        """Number of learned tokens prepended to the sequence."""
         return 0 if self.registers is None else self.registers.count
 
     def start(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch longer dim"]:
@@ -149,7 +145,7 @@ class AttentionOnly(nn.Module):
     def states(
         self, x: Float[Tensor, "batch token dim"]
     ) -> list[Float[Tensor, "batch longer dim"]]:
-        """The residual stream after each layer, first layer first, registers included."""
+        """The residual stream after each layer, in order, registers included."""
         x = self.start(x)
         allowed = None
         if self.local:
@@ -165,8 +161,9 @@ class AttentionOnly(nn.Module):
     def pathway_penalty(
         self, start: Float[Tensor, "batch longer dim"], states: Sequence[Tensor]
     ) -> Float[Tensor, ""]:
-        """Sum over layers with a pathway of the common-mode penalty on what attention adds;
-        `start` is the stream before the first layer, `states` those after each one.
+        """Sum over layers with a pathway of the common-mode penalty on attention's update.
+
+        `start` is the residual stream before the first layer, `states` that after each layer.
         """
         total = start.new_zeros(())
         for layer, before, after in zip(self.layers, [start, *states[:-1]], states, strict=True):

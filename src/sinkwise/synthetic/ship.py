@@ -1,6 +1,6 @@
-"""Trains the shipped models again: `python -m sinkwise.synthetic.ship [--folder FOLDER]`.
+"""Train the shipped models: `python -m sinkwise.synthetic.ship [--folder FOLDER]`.
 
-Some twenty seconds on one core. Without a folder it replaces the package's own files.
+Takes about twenty seconds on one core. Without --folder it replaces the package's own files.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from sinkwise.synthetic.shipped import TASKS
 
 WEIGHTS = Path(__file__).parent / "weights"
-"""Where the package keeps its trained models."""
+"""The package's folder of trained models."""
 
 SEED = 0
 """Seed of the shipped models."""
@@ -26,7 +26,7 @@ SEED = 0
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """One thread and deterministic algorithms inside, the former settings afterwards."""
+    """Within this context torch uses one thread and deterministic algorithms."""
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -40,13 +40,13 @@ def reproducible() -> Iterator[None]:
 
 
 def ship(name: str, folder: Path) -> Path:
-    """Trains one model and writes `folder/NAME.safetensors`: weights, fixed vectors, metadata."""
+    """Train one model and write `folder/NAME.safetensors`: weights, fixed vectors, metadata."""
     task = replace(TASKS[name], seed=SEED)
     with reproducible():
         model, fixed = task.train(), task.fixed()
     tensors = {f"model.{key}": tensor for key, tensor in model.state_dict().items()}
     tensors |= {f"fixed.{key}": tensor for key, tensor in fixed.items()}
-    about = {
+    metadata = {
         "name": name,
         "task": type(task).__name__,
         "config": asdict(task),
@@ -58,16 +58,19 @@ def ship(name: str, folder: Path) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.safetensors"
-    # One entry: safetensors writes several in an order that changes from run to run.
-    metadata = {"sinkwise": json.dumps(about)}
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, metadata)
+    # A single entry: the order in which safetensors writes several changes from run to run.
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()},
+        path,
+        {"sinkwise": json.dumps(metadata)},
+    )
     return path
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Train and write all shipped models."""
     parser = argparse.ArgumentParser(prog="python -m sinkwise.synthetic.ship")
-    parser.add_argument("--folder", type=Path, default=WEIGHTS, help="where the files go")
+    parser.add_argument("--folder", type=Path, default=WEIGHTS, help="folder to write to")
     folder = parser.parse_args(arguments).folder
     for name in TASKS:
         path = ship(name, folder)

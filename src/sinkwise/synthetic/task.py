@@ -1,10 +1,10 @@
-"""What all synthetic tasks share: one frozen object is data, model, loss and training."""
+"""The base class of all synthetic tasks: data, model, loss and training in one frozen object."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,48 +15,53 @@ from sinkwise.nn.gate import GateKind
 from sinkwise.nn.softmax import SoftmaxType
 
 
-class Sample(NamedTuple):
-    """A batch of a task."""
+class TaskBatch(NamedTuple):
+    """A batch of samples of a task."""
 
     inputs: Float[Tensor, "batch token dim"]
     targets: Float[Tensor, "batch token dim"]
     marks: Tensor
-    """Damping: Bool[batch token], queries that must get nothing. Broadcast: Int[batch], the place
-    of the token that is sent to all."""
+    """Damping: Bool[batch token], True for queries whose update must be zero.
+
+    Broadcast: Int[batch], the position of the token that is broadcast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """Data, model, loss and training of one minimal experiment; everything follows from `seed`."""
+    """Data, model, loss and training of a minimal experiment; `seed` determines everything."""
+
+    summary: ClassVar[str]
+    """The task in plain words, for pages."""
 
     dim: int = 32
     """Width of a token, and of the single head."""
     length: int = 16
-    """Content tokens of a sample."""
+    """Content tokens per sample."""
     batch: int = 64
-    """Samples of a training step."""
+    """Samples per training step."""
     steps: int = 600
     """Training steps."""
     warmup_steps: int = 50
-    """Steps until the learning rate is reached."""
+    """Steps of the linear warm-up to `lr`."""
     decay: bool = True
-    """The learning rate then falls to 0 along a cosine; else it stays."""
+    """Whether the learning rate then decays to 0 along a cosine; otherwise it stays constant."""
     lr: float = 1e-2
-    """Highest learning rate of AdamW."""
+    """Peak learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.99)
-    """Decay of AdamW's two moments."""
+    """Decay rates of AdamW's two moments."""
     weight_decay: float = 1e-2
     """Weight decay of AdamW."""
     gate: GateKind | None = None
-    """Output gate on every head: `elementwise`, `headwise`, or none."""
+    """Output gate on every head: `elementwise`, `headwise`, or None."""
     num_registers: int = 0
-    """Learned tokens before the sequence."""
+    """Learned tokens prepended to the sequence."""
     softmax: SoftmaxType = "vanilla"
-    """What joins the softmax's denominator: nothing, 1, or a learned logit."""
+    """Extra term in the softmax's denominator: none, 1 (`off-by-one`) or a learned logit
+    (`learnable`)."""
     pathway: bool = False
-    """A global pathway beside every attention, with its penalty in the loss."""
+    """Whether every layer has a global pathway, with its penalty in the loss."""
     seed: int = 0
-    """Seed of the fixed vectors, of the initial weights and of the training samples."""
+    """Seed of the fixed vectors, the initial weights and the training samples."""
 
     def __post_init__(self) -> None:
         if self.dim < 3 or self.length < 1:
@@ -65,42 +70,44 @@ class Task(ABC):
             raise InputError(f"steps={self.steps} and batch={self.batch} must be at least 1")
 
     @property
-    def scored(self) -> int:
-        """First token that the loss reads; those before are there to be looked at."""
+    def num_unscored(self) -> int:
+        """Number of leading tokens that the loss ignores: they exist to be attended to."""
         return 0
 
     @abstractmethod
     def fixed(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """What all samples share, drawn from `generator`; without one, from a new one at `seed`,
-        as `train` does.
+        """The vectors and matrices that all samples share.
+
+        Drawn from `generator`; without one, from a new generator at `seed`, as in `train`.
         """
 
     @abstractmethod
     def sample(
-        self, generator: torch.Generator, batch: int, fixed: Mapping[str, Tensor] | None = None
-    ) -> Sample:
-        """A batch; `fixed` stands in for `self.fixed()`."""
+        self, generator: torch.Generator, count: int, fixed: Mapping[str, Tensor] | None = None
+    ) -> TaskBatch:
+        """A batch of `count` samples; `fixed` replaces `self.fixed()`."""
 
-    def sink(self, sample: Sample) -> Int[Tensor, " batch"]:
-        """Where each sample's sink should be, among the positions of the states: at 0, the null
-        token or the register.
+    def sink(self, batch: TaskBatch) -> Int[Tensor, " batch"]:
+        """The position at which theory expects each sample's sink, counted with the registers.
+
+        Position 0 unless a task says otherwise: the null token or the register.
         """
-        return torch.zeros(len(sample.inputs), dtype=torch.int64)
+        return torch.zeros(len(batch.inputs), dtype=torch.int64)
 
-    def idle(self, sample: Sample) -> Bool[Tensor, "batch token"]:
-        """The queries that must get nothing."""
-        return sample.marks
+    def idle(self, batch: TaskBatch) -> Bool[Tensor, "batch token"]:
+        """The queries whose update must be zero."""
+        return batch.marks
 
     @abstractmethod
     def model(self, generator: torch.Generator) -> Any:
         """The untrained model."""
 
-    def loss(self, model: Any, sample: Sample) -> Float[Tensor, ""]:
-        """Mean squared error of the tokens from `scored` on."""
-        return (model(sample.inputs) - sample.targets)[:, self.scored :].square().mean()
+    def loss(self, model: Any, batch: TaskBatch) -> Float[Tensor, ""]:
+        """Mean squared error, without the first `num_unscored` tokens."""
+        return (model(batch.inputs) - batch.targets)[:, self.num_unscored :].square().mean()
 
     def train(self, progress: Callable[[int, float], None] | None = None) -> Any:
-        """The model after `steps` steps, in eval mode; `progress(step, loss)` after each one."""
+        """The model after `steps` steps, in eval mode; calls `progress(step, loss)` after each."""
         generator = torch.Generator().manual_seed(self.seed)
         fixed = self.fixed(generator)
         model = self.model(generator)
@@ -130,10 +137,10 @@ def fit(
     weight_decay: float,
     progress: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Minimise `loss()`, which draws its own batch, with AdamW: linear warm-up, then constant, or
-    with `decay` along a cosine to 0.
+    """Minimise `loss()`, which draws its own batch, with AdamW.
 
-    `progress(step, loss)` is called after every step.
+    The learning rate rises linearly for `warmup_steps`, then stays constant or, with `decay`,
+    decays to 0 along a cosine. `progress(step, loss)` is called after every step.
     """
 
     def factor(step: int) -> float:
@@ -158,7 +165,7 @@ def fit(
 def orthogonal_to(
     x: Float[Tensor, "*batch dim"], *directions: Float[Tensor, " dim"]
 ) -> Float[Tensor, "*batch dim"]:
-    """x without its parts along orthogonal unit `directions`."""
+    """x minus its components along orthogonal unit `directions`."""
     for direction in directions:
         x = x - (x @ direction)[..., None] * direction
     return x

@@ -136,9 +136,9 @@ def _pypi(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Sou
 
 
 def _demo(name: str) -> tuple[nn.Module, Source]:
-    from sinkwise.synthetic.shipped import shipped
+    from sinkwise.synthetic.shipped import load_shipped
 
-    return shipped(name)[0], Source(f"demo:{name}")
+    return load_shipped(name)[0], Source(f"demo:{name}")
 
 
 def _timm(name: str) -> tuple[nn.Module, Source]:

@@ -1,4 +1,4 @@
-"""The same text by dense attention, a plain window, recomputation, and sinks + window."""
+"""One text scored with dense attention, a plain window, recomputation, and sinks + window."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,28 +16,28 @@ from sinkwise.streaming.cache import SinkCache
 from sinkwise.streaming.positions.decoder import decoder_of
 
 CHUNK = 256
-"""Tokens that are scored at once; a chunk gives what its tokens give one by one."""
+"""Tokens scored at once; a chunk gives what its tokens give one by one."""
 TIMED_STEPS = 16
-"""Tokens at the end of a text that are not scored: they time single steps."""
+"""Tokens at the end of a text that are not scored but used to time single steps."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to keep memory of an endless text."""
+    """A way to keep the past of an endless text."""
 
     kind: str
     """`dense`, `window`, `recompute` or `sinks`."""
     cache_length: int
-    """Keys that a token may see, itself included; `dense` has no end."""
+    """Number of keys that a token sees, itself included; no limit for `dense`."""
     num_sink_tokens: int = 0
-    """Of them, first tokens of the text."""
+    """How many of them are the first tokens of the text."""
     restart_every: int = 0
-    """Tokens after which it begins anew with an empty cache; 0: never. What it scores then are
-    the tokens 2 · `cache_length` and more behind a restart."""
+    """Number of tokens after which it restarts with an empty cache; 0: never. Only tokens at least
+    2 · `cache_length` after a restart are scored then."""
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         if self.kind == "sinks":
             window = self.cache_length - self.num_sink_tokens
             anew = ", restarted" if self.restart_every else ""
@@ -46,36 +46,35 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Course:
-    """How a method went over a text."""
+class MethodRun:
+    """The losses of one method on a text."""
 
     method: Method
     positions: list[int]
-    """Tokens that were scored."""
+    """The tokens that were scored."""
     losses: list[float]
     """−ln p of each."""
     bytes: int
-    """Of the keys and values kept at the end."""
+    """Size of the keys and values kept at the end."""
 
 
 def methods(cache_length: int, sinks: list[int], restart_every: int = 0) -> list[Method]:
-    """Dense, window, recomputation, and a sink cache for each number of sinks, all with the same
-    number of keys. With `restart_every` the one with the most sinks comes once more, restarted: a
-    cache that stays as good as a new one is as good as that.
+    """Dense, window, recomputation, and a sink cache per number of sinks, with the same number of
+    keys. With `restart_every`, the one with the most sinks is added once more, restarted: a cache
+    that does not get worse over time is as good as that.
 
-    Raises InputError for a number of sinks that leaves no window, and for restarts so dense that
-    they leave nothing to score.
+    Raises InputError for a number of sinks that leaves no window, and for restarts so frequent
+    that they leave nothing to score.
     """
     for count in sinks:
         if not 0 <= count < cache_length:
             raise InputError(
-                f"num_sink_tokens={count} with cache_length={cache_length}: from 0 to "
-                f"{cache_length - 1} is right"
+                f"num_sink_tokens={count} must be at least 0 and below cache_length={cache_length}"
             )
     if restart_every and (restart_every <= 2 * cache_length or not any(sinks)):
         raise InputError(
-            f"restart_every={restart_every} with cache_length={cache_length}: 0 or more than "
-            f"{2 * cache_length} is right, and a number of sinks above 0"
+            f"restart_every={restart_every} must be 0, or more than twice cache_length="
+            f"{cache_length} with at least one number of sinks above 0"
         )
     out = [Method(kind, cache_length) for kind in ("dense", "window", "recompute")]
     out += [Method("sinks", cache_length, count) for count in sinks if count]
@@ -85,45 +84,48 @@ def methods(cache_length: int, sinks: list[int], restart_every: int = 0) -> list
 
 
 def check_length(count: int, method: Method) -> None:
-    """Raise InputError where a text of so many tokens is too short for the method."""
+    """Raise InputError if a text of `count` tokens is too short for the method."""
     if count <= method.cache_length + TIMED_STEPS:
         raise InputError(
-            f"the text has {count} tokens; more than cache_length={method.cache_length} and "
-            f"{TIMED_STEPS} timed ones are needed"
+            f"the text has {count} tokens; it must have more than "
+            f"{method.cache_length + TIMED_STEPS}: the cache's {method.cache_length} and "
+            f"{TIMED_STEPS} that are timed"
         )
     if method.restart_every and count <= method.restart_every + TIMED_STEPS:
         raise InputError(
-            f"restart_every={method.restart_every} in a text of {count} tokens: there is no "
-            "restart; fewer is right"
+            f"restart_every={method.restart_every} must be less than "
+            f"{count - TIMED_STEPS}, or a text of {count} tokens has no restart"
         )
 
 
 @torch.no_grad()
-def course(
+def run_method(
     model: nn.Module,
     tokens: list[int],
     method: Method,
     recompute_every: int = 1,
     progress: Callable[[int], Any] | None = None,
-) -> Course:
-    """Score the text by one method.
+) -> MethodRun:
+    """Score a text with one method.
 
-    Every token but the first and the last `TIMED_STEPS` is scored; by recomputation every
-    `recompute_every`-th only, from the `cache_length` tokens before it; by dense attention those
-    for which the model has learned a position, where it has such.
+    All tokens except the first and the last `TIMED_STEPS` are scored. Recomputation scores every
+    `recompute_every`-th, from the `cache_length` tokens before it; dense attention scores those
+    for which the model has learned positions, if it has any.
 
-    Raises InputError for a text not longer than the cache, or too short for a restart.
+    Raises InputError for a text that is not longer than the cache, or too short for a restart.
 
     Reference: Xiao et al., 2023, arXiv 2309.17453.
     """
     check_length(len(tokens), method)
-    run = _recomputed if method.kind == "recompute" else _cached
-    return run(model, torch.tensor([tokens]), method, recompute_every, progress or (lambda _: None))
+    score = _recomputed if method.kind == "recompute" else _cached
+    return score(
+        model, torch.tensor([tokens]), method, recompute_every, progress or (lambda _: None)
+    )
 
 
 def _cached(
     model: Any, ids: Tensor, method: Method, _every: int, progress: Callable[[int], Any]
-) -> Course:
+) -> MethodRun:
     name = decoder_of(model).cache_argument
     cache = empty_cache(model, method)
     ids = ids.to(model.get_input_embeddings().weight.device)
@@ -137,18 +139,18 @@ def _cached(
         if begin:
             cache.reset()
         end = min(begin + (method.restart_every or scored), scored)
-        read = partial(model, use_cache=True, **{name: cache})
-        part = _losses(read, ids[:, begin:end], partial(_from, progress, begin))
+        forward = partial(model, use_cache=True, **{name: cache})
+        part = _losses(forward, ids[:, begin:end], partial(_from, progress, begin))
         positions += range(begin + settled, end)
         losses += part[settled - 1 :]
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     if isinstance(cache, SinkCache):
         cache.close()
-    return Course(method, positions, losses, kept)
+    return MethodRun(method, positions, losses, kept)
 
 
 def empty_cache(model: Any, method: Method) -> Any:
-    """A cache of the method's kind, attached to the model where it is a sink cache."""
+    """A cache of the method's kind; a sink cache is attached to the model."""
     from transformers import DynamicCache
 
     if method.kind == "dense":
@@ -158,7 +160,7 @@ def empty_cache(model: Any, method: Method) -> Any:
 
 
 def dense_length(model: nn.Module, length: int) -> int:
-    """Tokens that dense attention can take of so many."""
+    """How many of `length` tokens dense attention can take."""
     learned = position_limit(decoder_of(model).base)
     return length if learned is None else min(length, learned)
 
@@ -167,13 +169,15 @@ def _from(progress: Callable[[int], Any], begin: int, done: int) -> None:
     progress(begin + done)
 
 
-def _losses(read: Callable[..., Any], ids: Tensor, progress: Callable[[int], Any]) -> list[float]:
-    """−ln p of every token but the first, read chunk by chunk."""
+def _losses(
+    forward: Callable[..., Any], ids: Tensor, progress: Callable[[int], Any]
+) -> list[float]:
+    """−ln p of every token except the first, chunk by chunk."""
     out: list[float] = []
     before: Tensor | None = None
     for start in range(0, ids.shape[1], CHUNK):
         part = ids[:, start : start + CHUNK]
-        logits = read(part).logits[0].float()
+        logits = forward(part).logits[0].float()
         known = logits[:-1] if before is None else torch.cat([before, logits[:-1]])
         target = part[0, 1:] if before is None else part[0]
         out += torch.nn.functional.cross_entropy(known, target, reduction="none").tolist()
@@ -184,7 +188,7 @@ def _losses(read: Callable[..., Any], ids: Tensor, progress: Callable[[int], Any
 
 def _recomputed(
     model: Any, ids: Tensor, method: Method, every: int, progress: Callable[[int], Any]
-) -> Course:
+) -> MethodRun:
     length = method.cache_length
     ids = ids.to(model.get_input_embeddings().weight.device)
     positions = list(range(length, ids.shape[1] - TIMED_STEPS, every))
@@ -194,13 +198,13 @@ def _recomputed(
         logits = model(window, use_cache=False).logits[0, -1:].float()
         losses.append(float(torch.nn.functional.cross_entropy(logits, ids[0, target : target + 1])))
         progress(target)
-    return Course(method, positions, losses, 0)
+    return MethodRun(method, positions, losses, 0)
 
 
-def perplexity(one: Course, start: int, stop: int) -> float:
-    """exp of the mean loss of the scored tokens start ≤ t < stop; NaN where there are none.
+def perplexity(one: MethodRun, start: int, stop: int) -> float:
+    """exp of the mean loss of the scored tokens start ≤ t < stop; NaN if there are none.
 
-    1 is certainty; a vocabulary's size is knowing nothing.
+    From 1 (certain) to about the vocabulary's size (a uniform guess).
     """
     pairs = zip(one.positions, one.losses, strict=True)
     chosen = [loss for position, loss in pairs if start <= position < stop]
@@ -211,18 +215,18 @@ def perplexity(one: Course, start: int, stop: int) -> float:
 
 @dataclass(frozen=True)
 class Gap:
-    """By how much one course is worse than another on the tokens that both have scored."""
+    """How much worse one method is than another, on the tokens that both have scored."""
 
     ratio: float
-    """Of the perplexities: exp of the mean difference of the losses."""
+    """Ratio of the perplexities: exp of the mean difference of the losses."""
     standard_error: float
-    """Of the ratio, as if tokens were independent of each other."""
+    """Standard error of the ratio, assuming independent tokens."""
     tokens: int
-    """That both have scored, the cache full."""
+    """Number of tokens that both have scored with a full cache."""
 
 
-def gap(one: Course, other: Course) -> Gap:
-    """The first over the second; NaN where they share fewer than two tokens."""
+def gap(one: MethodRun, other: MethodRun) -> Gap:
+    """The first over the second; NaN if they share fewer than two tokens."""
     theirs = dict(zip(other.positions, other.losses, strict=True))
     start = max(one.method.cache_length, other.method.cache_length)
     pairs = zip(one.positions, one.losses, strict=True)
@@ -233,8 +237,8 @@ def gap(one: Course, other: Course) -> Gap:
     return Gap(ratio, ratio * stdev(both) / sqrt(len(both)), len(both))
 
 
-def curve(one: Course, width: int) -> Iterator[tuple[int, float]]:
-    """(middle, perplexity) of consecutive stretches of the text of `width` tokens."""
+def curve(one: MethodRun, width: int) -> Iterator[tuple[int, float]]:
+    """(middle, perplexity) of consecutive stretches of `width` tokens."""
     for start in range(0, one.positions[-1] + 1, width):
         value = perplexity(one, start, start + width)
         if value == value:

@@ -1,4 +1,4 @@
-"""Finished courses on disk, so that an interrupted comparison goes on where it stopped."""
+"""Finished runs on disk, so that an interrupted comparison resumes."""
 
 import hashlib
 import json
@@ -11,13 +11,13 @@ from torch import nn
 from sinkwise.errors import InputError
 from sinkwise.hosts.loading.source import source_of
 from sinkwise.storage.files import write_bytes
-from sinkwise.streaming.comparison.compare import Course, Method
+from sinkwise.streaming.comparison.compare import Method, MethodRun
 
 
 def text_tokens(model: nn.Module, path: Path, count: int) -> list[int]:
-    """The first `count` tokens of a UTF-8 file, behind what the tokenizer puts before a text.
+    """The first `count` tokens of a UTF-8 file, after the tokenizer's own prefix.
 
-    Raises InputError for a model without a tokenizer and a text that is shorter.
+    Raises InputError for a model without a tokenizer, and for a text that is shorter.
     """
     from sinkwise.data.text import text
 
@@ -29,26 +29,26 @@ def text_tokens(model: nn.Module, path: Path, count: int) -> list[int]:
 
 
 def facts(name: str, tokens: list[int], every: int) -> dict[str, Any]:
-    """What decides a course beside its method."""
+    """Everything except the method that determines a run."""
     checksum = hashlib.blake2b(repr(tokens).encode(), digest_size=8).hexdigest()
     return {"model": name, "tokens": len(tokens), "checksum": checksum, "recompute_every": every}
 
 
-def save(one: Course, of: dict[str, Any], folder: Path) -> None:
-    """Write a course to the folder."""
+def save(one: MethodRun, of: dict[str, Any], folder: Path) -> None:
+    """Write a run to the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     write_bytes(_file(one.method, folder), json.dumps({"facts": of, **asdict(one)}).encode())
 
 
-def load(method: Method, of: dict[str, Any], folder: Path) -> Course | None:
-    """The course of that method that lies there; None where there is none of these facts, or one
-    that this version cannot read.
+def load(method: Method, of: dict[str, Any], folder: Path) -> MethodRun | None:
+    """The run of that method in the folder; None if there is none with these facts, or this
+    version cannot read it.
     """
     try:
         kept = json.loads(_file(method, folder).read_text())
         if kept.pop("facts") != of or Method(**kept.pop("method")) != method:
             return None
-        return Course(method, **kept)
+        return MethodRun(method, **kept)
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
         return None
 

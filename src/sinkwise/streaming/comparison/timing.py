@@ -1,4 +1,4 @@
-"""Milliseconds of a step by every method of a comparison, side by side: they take turns."""
+"""Milliseconds per step of every method of a comparison, interleaved."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from sinkwise.streaming.positions.decoder import decoder_of
 
 @torch.no_grad()
 def step_times(model: nn.Module, tokens: list[int], methods: Sequence[Method]) -> dict[str, float]:
-    """Median milliseconds of a token at the end of the text, batch 1, by the methods' names.
+    """Median milliseconds per token at the end of the text, batch 1, by the methods' names.
 
-    In each of `TIMED_STEPS` rounds every method takes the same token in its turn, so that all see
-    the same machine. The dense cache holds as many keys as the text has tokens, its first ones
-    repeated: what keys say does not change what they cost.
+    In each of `TIMED_STEPS` rounds every method takes the same token in turn, so that all see the
+    same machine. The dense cache holds as many keys as the text has tokens, made by repeating the
+    first ones: the content of keys does not change their cost.
     """
     ids = torch.tensor([tokens], device=_embedding(model).device)
     steps: dict[str, Callable[[int], Any]] = {}
@@ -59,7 +59,7 @@ def _recomputing(model: nn.Module, ids: Tensor, method: Method) -> Callable[[int
 
 
 def _filled(model: Any, ids: Tensor, method: Method) -> Any:
-    """A cache of the method as it is before the timed steps."""
+    """A cache of the method as full as before the timed steps."""
     cache = empty_cache(model, method)
     name = decoder_of(model).cache_argument
     model(ids[:, : method.cache_length], use_cache=True, **{name: cache})

@@ -1,4 +1,4 @@
-"""The part of a model that a sink cache serves: its decoder, attention modules, layer windows."""
+"""The part of a model that a sink cache attaches to: decoder, attention modules, layer windows."""
 
 import inspect
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ _KINDS = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """The module that loops over the layers, and what its calls are made of."""
+    """The module that loops over the layers, and the signature of its forward."""
 
     base: PreTrainedModel
-    """Its forward call gets the cache."""
+    """The module whose forward gets the cache."""
     attention: tuple[nn.Module, ...]
     """The attention module of each layer."""
     windows: tuple[int | None, ...]
-    """The sliding window that each layer has of its own; None for full attention."""
+    """Each layer's own sliding window; None for full attention."""
     parameters: tuple[str, ...]
-    """Names of the arguments of its forward call, in order."""
+    """Names of the arguments of its forward, in order."""
 
     @property
     def cache_argument(self) -> str:
-        """What its forward call names the cache: transformers renames it within 5.x."""
+        """The name of the cache's argument, which transformers renames within 5.x."""
         return "cache" if "cache" in self.parameters else "past_key_values"
 
     @property
@@ -37,11 +37,11 @@ class Decoder:
         return self.base.config
 
     def retentions(self, wanted: Retention) -> tuple[Retention, ...]:
-        """What each layer keeps: its own window where that is shorter, or where other layers see
-        everything; else the sinks and the window that are wanted.
+        """What each layer keeps: `wanted`, or its own sliding window without sinks.
 
-        In a model all of whose layers slide (Mistral), a window at least as long as the cache cuts
-        nothing off, so that its layers keep sinks + window like full attention.
+        A sliding layer keeps its own window if other layers of the model have full attention, or
+        if its window is shorter than the cache. If all layers slide (Mistral), a window at least
+        as long as the cache removes nothing, and the layers keep sinks + window.
         """
         hybrid = None in self.windows
         return tuple(
@@ -55,8 +55,8 @@ class Decoder:
 def decoder_of(model: nn.Module) -> Decoder:
     """Find the decoder of a transformers model.
 
-    Raises InputError for an encoder-decoder, for a model without attention layers that a cache
-    serves, and for layers that are neither full nor sliding-window attention.
+    Raises InputError for an encoder-decoder, for a model without attention layers that use a
+    cache, and for layers that are neither full nor sliding-window attention.
     """
     attention = _attention(model)
     base: PreTrainedModel | None = None
@@ -66,21 +66,21 @@ def decoder_of(model: nn.Module) -> Decoder:
             base = module if all(part in inside for part in attention) else base
     if base is None or not attention:
         raise InputError(
-            f"{type(model).__name__} has no attention layers of transformers that a cache serves; "
-            "a decoder such as LlamaForCausalLM is right"
+            f"{type(model).__name__} has no attention layers of transformers that use a cache; "
+            "give a decoder such as LlamaForCausalLM"
         )
     config = base.config
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
-            f"{type(model).__name__} has an encoder, whose tokens look ahead; a decoder alone is "
-            "right"
+            f"{type(model).__name__} has an encoder, whose tokens attend to later ones; give a "
+            "decoder alone"
         )
     kinds = getattr(config, "layer_types", None)
     unknown = sorted(set(kinds or ()) - _KINDS)
     if unknown or [part.layer_idx for part in attention] != list(range(len(attention))):
         raise InputError(
-            f"{type(base).__name__} has layers of kind {', '.join(unknown) or 'without attention'}:"
-            " a sink cache serves full and sliding-window attention in every layer"
+            f"{type(base).__name__} has layers of kind {', '.join(unknown) or 'without attention'};"
+            " a sink cache needs full or sliding-window attention in every layer"
         )
     return Decoder(base, attention, _windows(config, attention), _parameters(base))
 
@@ -90,7 +90,7 @@ def _parameters(base: nn.Module) -> tuple[str, ...]:
 
 
 def _attention(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The innermost modules with a layer number and a mask, in the order of their layers."""
+    """The innermost modules with a layer index and a mask argument, in layer order."""
     found = [
         module
         for module in model.modules()

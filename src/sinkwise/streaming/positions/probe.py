@@ -1,5 +1,6 @@
-"""What a decoder does to one or two random tokens: its keys by position, and whether it looks
-ahead. Nothing is drawn from torch's own random numbers, and nothing is left on the model.
+"""Probes of a decoder with one or two random tokens: its keys by position, and its causality.
+
+torch's global random state is not used, and the model is left as it was.
 """
 
 from collections.abc import Iterator
@@ -14,24 +15,24 @@ from sinkwise.streaming.positions.decoder import Decoder
 
 
 def keys_and_values(decoder: Decoder, position: int) -> list[tuple[Tensor, Tensor]]:
-    """Every layer's key and value of one token at a position; alone, it sees nothing but itself."""
+    """Each layer's key and value of a single token, which attends to itself only, at a position."""
     from transformers import DynamicCache
 
     cache: Any = DynamicCache()
     tokens = _tokens(decoder, 1)
-    place = torch.tensor([[position]], device=tokens.device)
+    position_ids = torch.tensor([[position]], device=tokens.device)
     with _evaluating(decoder):
         decoder.base(
             inputs_embeds=tokens,
-            position_ids=place,
+            position_ids=position_ids,
             use_cache=True,
             **{decoder.cache_argument: cache},
         )
     return [(layer.keys.to("cpu"), layer.values.to("cpu")) for layer in cache.layers]
 
 
-def looks_ahead(decoder: Decoder) -> bool:
-    """Whether the first of two tokens is changed by the second."""
+def attends_ahead(decoder: Decoder) -> bool:
+    """Whether the second of two tokens changes the first."""
     with _evaluating(decoder):
         one, two = (
             decoder.base(inputs_embeds=_tokens(decoder, 2)[:, :count], use_cache=False)
@@ -54,7 +55,7 @@ def _tokens(decoder: Decoder, count: int) -> Float[Tensor, "one token dim"]:
 
 @contextmanager
 def _evaluating(decoder: Decoder) -> Iterator[None]:
-    """The model in eval mode and without gradients for a while."""
+    """The model in eval mode, without gradients."""
     modes = [(module, module.training) for module in decoder.base.modules()]
     decoder.base.eval()
     try:

@@ -1,4 +1,4 @@
-"""What a trained small ViT does with its sinks: verdicts, where attention goes, norms."""
+"""The evaluation of a trained small ViT: verdicts, attention to its sinks, norms."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,16 @@ from typing import Any
 import polars as pl
 import torch
 from mitigation_synthetic import pathway_share
-from small_vit import PATCH, SIDE, Answering, Pictures, Recipe, quality, test_pictures, trained
+from small_vit import (
+    PATCH,
+    SIDE,
+    ImageBatch,
+    PatchClassifier,
+    Recipe,
+    load_or_train,
+    quality,
+    test_images,
+)
 from torch import Tensor, nn
 
 import sinkwise as sw
@@ -19,11 +28,11 @@ from sinkwise.core.records import AttentionRecord
 from sinkwise.diagnosis.rules import MeanRule, Rules
 from sinkwise.hosts.sites import attention_sites
 from sinkwise.nn.gate import OutputGate
-from sinkwise.reports.synthetic_table import short, spread
+from sinkwise.reports.synthetic_table import format_number, mean_and_range
 
 RULES = {"mean": Rules(bidirectional=MeanRule()), "default": Rules()}
-"""On the board one query in ten has something to do, so that `relaxed`, the default, sees a sink in
-few pictures only: `mean` asks for 0.3 of all attention."""
+"""On the board one query in ten needs an update, so that `relaxed`, the default, finds a sink in
+few images only; `mean` needs less attention."""
 
 VERDICTS = ("nop", "broadcast", "mixed", "unclassified")
 
@@ -38,23 +47,23 @@ BOARD_HEADINGS = (
 )  # fmt: skip
 
 
-class Reading:
-    """One trained ViT, read on pictures of held-out digits."""
+class Evaluation:
+    """The measurements of one trained ViT on images of held-out digits."""
 
-    def __init__(self, recipe: Recipe, model: Answering) -> None:
-        pictures = test_pictures(recipe)
+    def __init__(self, recipe: Recipe, model: PatchClassifier) -> None:
+        images = test_images(recipe)
         trunk: Any = model.trunk
         registers = getattr(trunk, "registers", None)
         self.prefix = (0 if registers is None else registers.count) + trunk.num_prefix_tokens
-        layout = _Layout(pictures, self.prefix - trunk.num_prefix_tokens, trunk.num_prefix_tokens)
-        batch = [pictures.pixels]
-        self.quality = quality(recipe, model, pictures)
+        layout = _Layout(images, self.prefix - trunk.num_prefix_tokens, trunk.num_prefix_tokens)
+        batch = [images.pixels]
+        self.quality = quality(recipe, model, images)
         self.scans = {
             name: sw.scan(trunk, batch, rules=rules, layout=layout) for name, rules in RULES.items()
         }
-        shares = _shares(trunk, pictures, self.prefix)
+        shares = _shares(trunk, images, self.prefix)
         self.numbers = {**_sums(self.scans["mean"].layers), **shares}
-        self.numbers["pathway"] = pathway_share(trunk, pictures.pixels)
+        self.numbers["pathway"] = pathway_share(trunk, images.pixels)
 
     def verdicts(self, rule: str) -> list[str]:
         """The verdict of each head."""
@@ -64,8 +73,8 @@ class Reading:
 class _Layout:
     """Names the tokens: registers, class token, patches of a digit, and empty ones as `other`."""
 
-    def __init__(self, pictures: Pictures, registers: int, cls: int) -> None:
-        self._ink, self._before = pictures.ink, [code("register")] * registers + [code("cls")] * cls
+    def __init__(self, images: ImageBatch, registers: int, cls: int) -> None:
+        self._ink, self._before = images.ink, [code("register")] * registers + [code("cls")] * cls
 
     def __call__(self, batch: Tensor) -> TokenLayout:
         before = torch.tensor(self._before).expand(len(batch), -1)
@@ -74,7 +83,7 @@ class _Layout:
 
 
 def _sums(layers: pl.DataFrame) -> dict[str, float]:
-    """Attention by kind, a mean over layers and heads; the largest norm over the median one."""
+    """Mean attention to each kind of token over layers and heads; the largest norm ratio."""
     kinds = [name for name in layers.columns if name.startswith("received_")]
     given = {name: layers[name].mean() for name in kinds if name != "received_first"}
     ratios = layers["token_norm_max"] / layers["token_norm_median"]
@@ -87,12 +96,16 @@ def _sums(layers: pl.DataFrame) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _shares(trunk: nn.Module, pictures: Pictures, prefix: int) -> dict[str, float]:
-    """What dim and bright patches give, a mean over layers and heads; the length of what they read
-    at CLS and registers together, in units of a patch's value; and their gates' factor.
+def _shares(trunk: nn.Module, images: ImageBatch, prefix: int) -> dict[str, float]:
+    """Means over layers and heads for the dim and for the bright patches as queries.
+
+    `prefix` is their attention to CLS and registers, `none` that to no token (a sink logit's
+    share), `gate` the factor of their gates. `ratio` is the norm of the update that they receive
+    from CLS and registers together, per unit of attention, relative to the mean norm of a patch's
+    value.
     """
-    found: dict[str, list[float]] = {}
-    queries = {"dim": pictures.silent, "bright": ~pictures.silent}
+    columns: dict[str, list[float]] = {}
+    queries = {"dim": images.silent, "bright": ~images.silent}
     sites = attention_sites(trunk)
 
     def on_record(record: AttentionRecord) -> None:
@@ -100,21 +113,21 @@ def _shares(trunk: nn.Module, pictures: Pictures, prefix: int) -> dict[str, floa
             record.q, record.k, record.v, scale=record.scale, sink_logit=record.sink_logit
         ).weights[:, :, prefix:]
         values = torch.einsum("bhkv,hov->bhko", record.v, sites[record.name].o)
-        read = (weights[..., :prefix] @ values[:, :, :prefix]).norm(dim=-1)
+        received = (weights[..., :prefix] @ values[:, :, :prefix]).norm(dim=-1)
         usual = values[:, :, prefix:].norm(dim=-1).mean(-1, keepdim=True)
-        mass, spared = weights[..., :prefix].sum(-1), 1 - weights.sum(-1)
+        mass, to_none = weights[..., :prefix].sum(-1), 1 - weights.sum(-1)
         for name, chosen in queries.items():
             mask = chosen[:, None].expand_as(mass)
-            found.setdefault(f"{name}, prefix", []).append(float(mass[mask].mean()))
-            found.setdefault(f"{name}, none", []).append(float(spared[mask].mean()))
-            ratio = (read / usual)[mask].sum() / mass[mask].sum()
-            found.setdefault(f"{name}, ratio", []).append(float(ratio))
+            columns.setdefault(f"{name}, prefix", []).append(float(mass[mask].mean()))
+            columns.setdefault(f"{name}, none", []).append(float(to_none[mask].mean()))
+            ratio = (received / usual)[mask].sum() / mass[mask].sum()
+            columns.setdefault(f"{name}, ratio", []).append(float(ratio))
 
     def on_gate(module: nn.Module, args: tuple[Tensor, Tensor], out: Tensor) -> None:
         assert isinstance(module, OutputGate)
         factor = module.factor(args[1]).mean(-1)[:, prefix:]
         for name, chosen in queries.items():
-            found.setdefault(f"{name}, gate", []).append(float(factor[chosen].mean()))
+            columns.setdefault(f"{name}, gate", []).append(float(factor[chosen].mean()))
 
     gates = [module for module in trunk.modules() if isinstance(module, OutputGate)]
     handles = [
@@ -124,53 +137,53 @@ def _shares(trunk: nn.Module, pictures: Pictures, prefix: int) -> dict[str, floa
     ]
     try:
         with sw.capture(trunk, on_record):
-            trunk(pictures.pixels)
+            trunk(images.pixels)
     finally:
         for handle in handles:
             handle.remove()
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    return {name: sum(values) / len(values) for name, values in columns.items()}
 
 
-def read(recipe: Recipe, seeds: int, keep: Path) -> list[Reading]:
-    """The readings of one mitigation's ViTs, trained or taken from `keep`."""
+def evaluate(recipe: Recipe, seeds: int, checkpoints: Path) -> list[Evaluation]:
+    """The evaluations of one mitigation's ViTs over seeds, trained or loaded from `checkpoints`."""
     recipes = [replace(recipe, seed=seed) for seed in range(seeds)]
-    return [Reading(one, trained(one, keep)) for one in recipes]
+    return [Evaluation(one, load_or_train(one, checkpoints)) for one in recipes]
 
 
-def row(name: str, found: Sequence[Reading]) -> list[str]:
-    """A row of the table: counts over all seeds' heads, means (least to greatest) over seeds."""
+def row(name: str, runs: Sequence[Evaluation]) -> list[str]:
+    """A row of the table: counts over the heads of all seeds, means (minimum to maximum)."""
     return [
         name,
-        spread([one.quality for one in found]),
-        *[counts([one.verdicts(rule) for one in found]) for rule in RULES],
-        places(found),
-        _median_ratio(found),
-        strongest(found),
-        *[_over(found, key) for key in ("register", "cls", "none")],
-        _over(found, "bright, gate"),
-        _over(found, "norm"),
-        _over(found, "pathway"),
+        mean_and_range([one.quality for one in runs]),
+        *[counts([one.verdicts(rule) for one in runs]) for rule in RULES],
+        sink_kinds(runs),
+        _median_ratio(runs),
+        strongest(runs),
+        *[_over(runs, key) for key in ("register", "cls", "none")],
+        _over(runs, "bright, gate"),
+        _over(runs, "norm"),
+        _over(runs, "pathway"),
     ]
 
 
-def board_row(name: str, found: Sequence[Reading]) -> list[str]:
-    """What the two kinds of queries do."""
+def board_row(name: str, runs: Sequence[Evaluation]) -> list[str]:
+    """A row of the table of dim and bright patches as queries."""
     keys = (
         f"{kind}, {part}"
         for kind in ("dim", "bright")
         for part in ("prefix", "ratio", "none", "gate")
     )
-    return [name, *[_over(found, key) for key in keys]]
+    return [name, *[_over(runs, key) for key in keys]]
 
 
-def _over(found: Sequence[Reading], key: str) -> str:
-    """A number over the seeds; what rounding alone has left is 0."""
-    values = [one.numbers.get(key, math.nan) for one in found]
-    return spread([0.0 if abs(value) < 1e-6 else value for value in values])
+def _over(runs: Sequence[Evaluation], key: str) -> str:
+    """A number over the seeds; rounding errors count as 0."""
+    values = [one.numbers.get(key, math.nan) for one in runs]
+    return mean_and_range([0.0 if abs(value) < 1e-6 else value for value in values])
 
 
 def counts(verdicts: Iterable[Sequence[str]]) -> str:
-    """How many heads have a sink, and which: `12/32: 8 nop, 4 broadcast`."""
+    """The number of heads with a sink, and their verdicts: `12/32: 8 nop, 4 broadcast`."""
     all_heads = [verdict for one in verdicts for verdict in one]
     parts = [f"{all_heads.count(name)} {name}" for name in VERDICTS if name in all_heads]
     sinks = sum(all_heads.count(name) for name in VERDICTS)
@@ -180,9 +193,9 @@ def counts(verdicts: Iterable[Sequence[str]]) -> str:
 WORDS = {"cls": "CLS", "register": "registers", "patch": "digit patches", "other": "empty patches"}
 
 
-def places(found: Sequence[Reading]) -> str:
-    """On which kinds of token the events of the rule `mean` lie."""
-    kinds = pl.concat([one.scans["mean"].events["kind"] for one in found])
+def sink_kinds(runs: Sequence[Evaluation]) -> str:
+    """The kinds of token that are sinks by the rule `mean`, with their shares of the events."""
+    kinds = pl.concat([one.scans["mean"].events["kind"] for one in runs])
     if not len(kinds):
         return "-"
     shares = [(float((kinds == kind).mean()), words) for kind, words in WORDS.items()]
@@ -191,21 +204,23 @@ def places(found: Sequence[Reading]) -> str:
     )
 
 
-def _sink_heads(found: Sequence[Reading]) -> pl.DataFrame:
-    frames = [one.scans["mean"].heads.filter(pl.col("verdict") != "none") for one in found]
+def _sink_heads(runs: Sequence[Evaluation]) -> pl.DataFrame:
+    frames = [one.scans["mean"].heads.filter(pl.col("verdict") != "none") for one in runs]
     return pl.concat(frames)
 
 
-def _median_ratio(found: Sequence[Reading]) -> str:
-    """The median value ratio over the heads with a sink."""
-    heads = _sink_heads(found)
-    return short(float(heads["value_ratio"].median())) if len(heads) else "-"
+def _median_ratio(runs: Sequence[Evaluation]) -> str:
+    """The median value ratio of the heads with a sink."""
+    heads = _sink_heads(runs)
+    return format_number(float(heads["value_ratio"].median())) if len(heads) else "-"
 
 
-def strongest(found: Sequence[Reading]) -> str:
-    """The head whose sink receives most, among those with a sink in half of the pictures."""
-    heads = _sink_heads(found).filter(pl.col("sink_share") >= 0.5).sort("received")
+def strongest(runs: Sequence[Evaluation]) -> str:
+    """The head whose sink receives most, among those with a sink in at least half of the images."""
+    heads = _sink_heads(runs).filter(pl.col("sink_share") >= 0.5).sort("received")
     if not len(heads):
         return "-"
     top = heads.row(-1, named=True)
-    return f"{top['received']:.2f} on {WORDS[top['kind']]}, ratio {short(top['value_ratio'])}"
+    return (
+        f"{top['received']:.2f} on {WORDS[top['kind']]}, ratio {format_number(top['value_ratio'])}"
+    )

@@ -1,26 +1,27 @@
-"""The models of the authors' forms: learned positions, norms and, for broadcast, MLPs."""
+"""The models of the authors' forms: with learned positions, norms and, for broadcast, MLPs."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkwise.nn.gate import GateKind
+from sinkwise.nn.linear import linear
 from sinkwise.synthetic.model import Attention
 
 POSITION_STD = 0.02
-"""Standard deviation of learned positions at the start."""
+"""Standard deviation of the initial learned positions."""
 
 
 def linear_std(dim: int) -> float:
-    """The standard deviation that torch's own Linear layers of this width start with."""
+    """The standard deviation of the initial weights in torch's own Linear layers of this width."""
     return (3 * dim) ** -0.5
 
 
-class Positioned(nn.Module):
-    """One attention layer of one head over x + positions.
+class PositionalAttention(nn.Module):
+    r"""One attention layer of one head with learned positions $P$.
 
-    y = x + attention(x + positions); with `normed` y = h + attention(h), h = LayerNorm(x +
-    positions). The positions are learned.
+    $y = x + \text{attention}(x + P)$; with `normed`, $y = h + \text{attention}(h)$ where
+    $h = \text{LayerNorm}(x + P)$.
     """
 
     def __init__(
@@ -39,15 +40,15 @@ class Positioned(nn.Module):
         self.norm = nn.LayerNorm(dim) if normed else None
 
     def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:
-        read = x + self.positions
+        positioned = x + self.positions
         if self.norm is None:
-            return x + self.attention(read)
-        read = self.norm(read)
-        return read + self.attention(read)
+            return x + self.attention(positioned)
+        normed = self.norm(positioned)
+        return normed + self.attention(normed)
 
 
-class PreNormLayer(nn.Module):
-    """x + attention(LayerNorm(x)), then x + MLP(LayerNorm(x)), four times as wide, with GELU."""
+class PreNormBlock(nn.Module):
+    """x + attention(LayerNorm(x)), then x + MLP(LayerNorm(x)), with GELU and 4 × dim channels."""
 
     def __init__(
         self, dim: int, *, gate: GateKind | None, generator: torch.Generator | None
@@ -56,11 +57,17 @@ class PreNormLayer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.attention = Attention(dim, gate=gate, std=linear_std(dim), generator=generator)
         wide, narrow = (
-            nn.utils.skip_init(nn.Linear, *sizes) for sizes in ((dim, 4 * dim), (4 * dim, dim))
+            linear(
+                inputs,
+                outputs,
+                bias=True,
+                std=linear_std(inputs),
+                generator=generator,
+                device=None,
+                dtype=None,
+            )
+            for inputs, outputs in ((dim, 4 * dim), (4 * dim, dim))
         )
-        for linear in (wide, narrow):
-            nn.init.normal_(linear.weight, std=linear_std(linear.in_features), generator=generator)
-            nn.init.zeros_(linear.bias)
         self.mlp = nn.Sequential(wide, nn.GELU(), narrow)
 
     def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:
@@ -68,8 +75,8 @@ class PreNormLayer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class PreNorm(nn.Module):
-    """A stack of pre-norm layers of one head each, without a final norm."""
+class PreNormTransformer(nn.Module):
+    """A stack of pre-norm blocks of one head each, without a final norm."""
 
     def __init__(
         self,
@@ -81,7 +88,7 @@ class PreNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            PreNormLayer(dim, gate=gate, generator=generator) for _ in range(num_layers)
+            PreNormBlock(dim, gate=gate, generator=generator) for _ in range(num_layers)
         )
 
     def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:
