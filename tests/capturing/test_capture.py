@@ -1,4 +1,4 @@
-"""Capture is true on every model: outputs unchanged, records complete, each one recomputed."""
+"""Capture is correct on every model: outputs unchanged, records complete, each one recomputed."""
 
 import contextlib
 import gc
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sinkwise.capturing.capture import capture
+from sinkwise.capturing.mode import CaptureMode
 from sinkwise.core.records import AttentionMask, AttentionRecord
 from sinkwise.errors import CaptureError
+from sinkwise.interception.intercepted import Intercepted
 from tests.models import CASES, NO_ATTENTION, Case, build, run, tensors
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -66,7 +68,7 @@ def distance(one: Tensor, other: Tensor, rows: Tensor) -> float:
 
 
 def check(record: AttentionRecord, tolerance: float = 1e-4) -> Tensor:
-    """The record says what the model did; the map in float64 is returned."""
+    """Check that the record describes what the model did; the map in float64 is returned."""
     batch, heads, queries, width = record.q.shape
     keys = record.k.shape[2]
     assert record.k.shape[:1] + record.k.shape[2:] == (batch, keys, width)
@@ -121,7 +123,7 @@ def test_outputs_and_records(case: Case) -> None:
         assert record.group == case.grouped
         for attention_map in (weights, record.weights):
             if causal and attention_map is not None:
-                sees = weights.sum(dim=-1, keepdim=True) > 0  # not where padding hides every key
+                sees = weights.sum(dim=-1, keepdim=True) > 0  # not where padding masks every key
                 assert float((attention_map * sees).triu(1).abs().max()) == 0.0
         if not causal and record.q.shape[2] > 1:
             assert float(weights.triu(1).max()) > 0.0
@@ -198,7 +200,7 @@ def test_weights_are_transformers_own(case: Case) -> None:
 
 
 def _state(model: nn.Module) -> list:
-    """Everything that a capture could leave behind, in a form that can be compared.
+    """Everything that a capture could leave on a model, in a form that can be compared.
 
     Python's own generator is left out: beartype, on in tests, draws from it.
     """
@@ -350,20 +352,18 @@ MUTATIONS = {
 @pytest.mark.parametrize("wrong", MUTATIONS)
 @pytest.mark.parametrize("name", ["gpt2-sdpa", "gpt2-eager", "llama-sdpa"])
 def test_the_self_check_can_fail(name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong record raises; where the model's own map is at hand it is only marked."""
-    from sinkwise.capturing import capture as module
-
+    """A wrong record raises; where the model's own map is available it is only marked."""
     model, inputs = build(name)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)  # maps that differ from uniform
-    original = module._CaptureMode._emit
+    original = CaptureMode._emit
 
-    def mutated(self: Any, path: str, dropped: bool = False, **fields: Any) -> None:
-        MUTATIONS[wrong](fields)
-        original(self, path, dropped, **fields)
+    def mutated(self: CaptureMode, path: str, call: Intercepted, rescaled: None) -> None:
+        MUTATIONS[wrong](call.fields)
+        original(self, path, call, rescaled)
 
-    monkeypatch.setattr(module._CaptureMode, "_emit", mutated)
+    monkeypatch.setattr(CaptureMode, "_emit", mutated)
     faithful: list[bool] = []
 
     def go(**options: Any) -> None:

@@ -1,4 +1,4 @@
-"""FlexAttention: every mask and score function is in the record, or an error says so."""
+"""FlexAttention: every mask and score function is in the record, or an error explains why not."""
 
 import subprocess
 import sys
@@ -59,11 +59,11 @@ UNKNOWN = {"square", "temperature", "capped sum"}
 
 
 UNCOMPILED = CHECKS[:-3]
-"""The checks that do not run the model as it is, compiled, which takes long."""
+"""The checks that do not run the model compiled, as it is, which takes long."""
 
 
 class Flexible(nn.Module):
-    """Attention with torch's FlexAttention, as people write it."""
+    """Attention with torch's FlexAttention, as users write it."""
 
     def __init__(self, mask: Callable | None, score: Callable | None, compiled: bool) -> None:
         super().__init__()
@@ -220,13 +220,13 @@ assert torch._dynamo.eval_frame._stance.stance == "default"
 """
 
 
-def test_a_compiler_that_is_loaded_in_the_middle_is_held_too() -> None:
+def test_a_compiler_that_is_loaded_during_the_forward_pass_is_switched_off() -> None:
     done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-class Sunk(Flexible):
-    """gpt-oss' way with FlexAttention: the sink joins the denominator after the operator."""
+class WithSink(Flexible):
+    """FlexAttention as gpt-oss uses it: the sink joins the denominator after the operator."""
 
     def __init__(self, way: str) -> None:
         super().__init__(causal, None, compiled=False)
@@ -246,8 +246,8 @@ class Sunk(Flexible):
 
 
 @pytest.mark.parametrize("way", ["sigmoid", "cat"])
-def test_a_sink_logit_behind_the_operator_is_in_the_record(way: str) -> None:
-    model, x = Sunk(way), torch.randn(2, TOKENS, 24)
+def test_a_sink_logit_after_the_operator_is_in_the_record(way: str) -> None:
+    model, x = WithSink(way), torch.randn(2, TOKENS, 24)
     before = _state(model)
     (captured,), (record,) = records_of(model, (x,))
     assert _state(model) == before
@@ -259,14 +259,14 @@ def test_a_sink_logit_behind_the_operator_is_in_the_record(way: str) -> None:
         assert torch.equal(captured, model(x))
 
 
-def test_gpt_oss_is_refused_on_a_cpu_by_transformers_itself() -> None:
+def test_gpt_oss_is_rejected_on_a_cpu_by_transformers_itself() -> None:
     model, inputs = build("gpt-oss-eager")
     model.set_attn_implementation("flex_attention")
     with pytest.raises((ValueError, CaptureError), match=r"sinks cannot be run|log-sum-exp"):
         records_of(model, inputs)
 
 
-def test_a_block_mask_that_hides_more_than_its_function_is_an_error() -> None:
+def test_a_block_mask_that_excludes_more_than_its_function_is_an_error() -> None:
     model, _ = flexible("causal", "none")
     mask = create_block_mask(causal, None, None, 256, 256, device="cpu", BLOCK_SIZE=128)
     x = torch.randn(2, 256, 24)
@@ -275,11 +275,11 @@ def test_a_block_mask_that_hides_more_than_its_function_is_an_error() -> None:
     mask.kv_num_blocks, mask.full_kv_num_blocks = (
         torch.zeros_like(count) for count in (mask.kv_num_blocks, mask.full_kv_num_blocks)
     )
-    with pytest.raises(CaptureError, match="hides keys that its mask_mod shows"):
+    with pytest.raises(CaptureError, match="excludes keys that its mask_mod allows"):
         records_of(model, (x,))
 
 
-def test_flash_attention_is_refused_with_its_cure() -> None:
+def test_flash_attention_is_rejected_with_its_remedy() -> None:
     model, _ = build("llama-sdpa")
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(CaptureError, match=r"flash_attention_2.*set_attn_implementation"):

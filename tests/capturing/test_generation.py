@@ -1,7 +1,6 @@
 """A generation's steps joined are the record of one full forward pass over its tokens."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sinkwise.attention.reference import visibility
 from sinkwise.capturing.capture import capture
-from sinkwise.capturing.generation import RaggedRecord, Steps
-from sinkwise.core.records import OPEN, AttentionMask, AttentionRecord
+from sinkwise.capturing.generation import ModuleSteps, Steps
+from sinkwise.core.records import AttentionMask, AttentionRecord
 from sinkwise.errors import InputError
-from sinkwise.interception.mask_reader import recognised
 from tests.capturing.test_capture import check, recomputed
 from tests.models import build, ids
 
@@ -26,7 +23,7 @@ MODELS = {
     "gpt-oss-eager": 2, "gemma-2-eager": 2, "bloom-eager": 2, "falcon-alibi-sdpa": 2,
     "gpt-neox-sdpa": 2, "deepseek-v3-sdpa": 2, "qwen3-next-sdpa": 2,
 }  # fmt: skip
-"""Modules that attend."""
+"""How many modules attend."""
 GREEDY = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
 
 
@@ -75,7 +72,7 @@ def full(model: nn.Module, tokens: Tensor, mask: Tensor) -> list[AttentionRecord
 
 
 def equal(ours: AttentionRecord, theirs: AttentionRecord, real: Tensor) -> None:
-    """Two records say the same of all real tokens."""
+    """Two records agree on all real tokens."""
     assert (ours.layer, ours.name) == (theirs.layer, theirs.name)
     assert ours.scale == pytest.approx(theirs.scale)
     assert ours.softcap == theirs.softcap and ours.k.shape == theirs.k.shape
@@ -131,12 +128,12 @@ def test_a_static_cache(name: str, pads: int) -> None:
 def test_a_prefill_in_chunks_is_one_forward(name: str, sizes: tuple[int, ...]) -> None:
     model, tokens, steps = generator(name), ids(15), Steps()
     cache, start = None, 0
-    places: list[range] = []
+    ranges: list[range] = []
 
     def on_record(record: AttentionRecord) -> None:
         rows = range(record.q.shape[2])
         first, last = record.mask.position_range(rows)
-        places.append(range(first, last + 1))
+        ranges.append(range(first, last + 1))
         assert last == record.k.shape[2] - 1
         steps.add(record)
 
@@ -153,11 +150,11 @@ def test_a_prefill_in_chunks_is_one_forward(name: str, sizes: tuple[int, ...]) -
     if name.startswith(("llama", "gpt2")):
         stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
         expected = [range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-        assert places == [place for place in expected for _ in range(2)]
+        assert ranges == [each for each in expected for _ in range(2)]
 
 
 @pytest.mark.parametrize("name", ["t5-sdpa", "t5-eager", "bart-sdpa", "whisper-eager"])
-def test_encoder_decoders_keep_their_memory_once(name: str) -> None:
+def test_encoder_decoders_keep_the_encoder_s_keys_once(name: str) -> None:
     import transformers
 
     model, inputs = build(name)
@@ -207,105 +204,51 @@ def step(length: int, keys: Tensor, queries: int = 1, **fields: Any) -> Attentio
 
 def test_a_cache_that_lost_keys_is_an_error() -> None:
     keys = torch.randn(2, 3, 9, 8)
-    ragged = RaggedRecord()
-    ragged.add(step(7, keys[:, :, :7], queries=7))
-    ragged.add(step(8, keys[:, :, :8]))
+    steps = ModuleSteps()
+    steps.add(step(7, keys[:, :, :7], queries=7))
+    steps.add(step(8, keys[:, :, :8]))
     evicted = torch.cat([keys[:, :, :2], keys[:, :, 4:]], dim=2)
     with pytest.raises(InputError, match="step 2 does not hold the keys"):
-        ragged.add(step(7, evicted))
+        steps.add(step(7, evicted))
     with pytest.raises(InputError, match="step 2 does not hold the keys"):
-        ragged.add(step(9, keys.flip(0)))
-    ragged.add(step(9, keys))
-    assert ragged.joined().mask.causal
+        steps.add(step(9, keys.flip(0)))
+    steps.add(step(9, keys))
+    assert steps.joined().mask.causal
 
 
 def test_steps_of_two_scales_and_of_none_are_errors() -> None:
-    keys, ragged = torch.randn(2, 3, 9, 8), RaggedRecord()
+    keys, steps = torch.randn(2, 3, 9, 8), ModuleSteps()
     with pytest.raises(InputError, match="no step was added"):
-        ragged.joined()
-    ragged.add(step(8, keys[:, :, :8], queries=8))
-    ragged.add(replace(step(9, keys), scale=0.5))
+        steps.joined()
+    steps.add(step(8, keys[:, :, :8], queries=8))
+    steps.add(replace(step(9, keys), scale=0.5))
     with pytest.raises(InputError, match="scale or softcap"):
-        ragged.joined()
+        steps.joined()
 
 
-def test_maps_are_joined_where_nothing_else_tells_them() -> None:
-    keys, ragged = torch.randn(2, 3, 5, 8), RaggedRecord()
+def test_maps_are_joined_where_no_other_field_determines_them() -> None:
+    keys, steps = torch.randn(2, 3, 5, 8), ModuleSteps()
     maps = [torch.rand(2, 3, 4, 4), torch.rand(2, 3, 1, 5)]
-    ragged.add(step(4, keys[:, :, :4], queries=4, weights=maps[0], faithful=False))
-    ragged.add(step(5, keys, weights=maps[1], faithful=False))
-    joined = ragged.joined()
+    steps.add(step(4, keys[:, :, :4], queries=4, weights=maps[0], faithful=False))
+    steps.add(step(5, keys, weights=maps[1], faithful=False))
+    joined = steps.joined()
     assert not joined.faithful and joined.weights is not None
     assert torch.equal(joined.weights[:, :, 4:], maps[1])
     assert torch.equal(joined.weights[:, :, :4, :4], maps[0])
     assert not joined.weights[:, :, :4, 4].any()
 
 
-def test_what_is_kept_is_no_view_of_a_cache_that_is_written_over() -> None:
-    keys, ragged = torch.randn(2, 3, 9, 8), RaggedRecord()
+def test_nothing_kept_is_a_view_of_a_cache_that_is_overwritten() -> None:
+    keys, steps = torch.randn(2, 3, 9, 8), ModuleSteps()
     before = keys.clone()
-    ragged.add(step(8, keys[:, :, :8], queries=8))
-    ragged.add(step(9, keys))
+    steps.add(step(8, keys[:, :, :8], queries=8))
+    steps.add(step(9, keys))
     keys.zero_()
-    assert torch.equal(ragged.joined().k, before)
-
-
-TILE = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
-BOOL: dict[str, tuple[Tensor, Callable[[AttentionMask], bool]]] = {
-    "causal": (TILE, lambda m: m.causal and m.allowed is None and m.window is None),
-    "cached": (torch.ones(1, 1, 7, 11).tril(4).bool(),
-               lambda m: m.causal and m.allowed is None and m.offset == 4),
-    "static": (torch.ones(1, 1, 7, 17).tril(4).bool(), lambda m: m.causal and m.offset == 4),
-    "window": (TILE.triu(-2), lambda m: m.window == 3 and m.causal and m.allowed is None),
-    "left padding": (TILE & (torch.arange(7) > 1), lambda m: m.causal and m.allowed is not None),
-    "right padding": (TILE & (torch.arange(7) < 5), lambda m: m.causal and m.offset == 0),
-    "padding": ((torch.arange(7) < 5).expand(1, 1, 7, 7), lambda m: not m.causal),
-    "padded memory": ((torch.arange(17) < 9).expand(1, 1, 7, 17), lambda m: not m.causal),
-    "prefix": (TILE | (torch.arange(7) < 3), lambda m: not m.causal),
-    "strict": (TILE.tril(-1), lambda m: not m.causal),
-    "open": (torch.ones(1, 1, 7, 7).bool(), lambda m: not m.causal),
-    "nothing": (torch.zeros(1, 1, 7, 7).bool(), lambda m: not m.causal),
-    "one row for all": (torch.ones(1, 1, 1, 7).bool(), lambda m: not m.causal),
-    "two windows": (torch.stack([TILE[0].triu(-2), TILE[0].triu(-3)]),
-                    lambda m: m.causal and m.window is None and m.allowed is not None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", ["allowed", "additive", "lowest", "biased"])
-@pytest.mark.parametrize("name", BOOL)
-def test_recognised_masks_show_the_same(name: str, form: str) -> None:
-    tensor, expected = BOOL[name]
-    low = -torch.inf if form != "lowest" else torch.finfo(torch.float32).min
-    mask = AttentionMask(allowed=tensor)
-    if form != "allowed":
-        bias = torch.zeros(tensor.shape)
-        if form == "biased":
-            bias = bias + torch.linspace(-1, 1, tensor.shape[-1])
-        mask = AttentionMask(additive=bias.masked_fill(~tensor, low))
-    queries, keys = 7, tensor.shape[3]
-    found = recognised(mask, queries, keys)
-    size = tensor.shape[0], 1, queries, keys, "cpu"
-    assert torch.equal(visibility(found, *size), visibility(mask, *size))
-    if form == "biased":
-        assert found.additive is mask.additive
-    elif form == "allowed":
-        assert expected(found)
-    else:
-        assert expected(replace(found, allowed=found.additive, additive=None)
-                        if found.additive is None else
-                        replace(found, allowed=tensor, additive=None))  # fmt: skip
-
-
-def test_one_query_stands_at_the_end_of_its_keys() -> None:
-    assert recognised(OPEN, 1, 11).offset == 10
-    assert recognised(OPEN, 1, 11).is_open
-    assert recognised(OPEN, 3, 11) is OPEN
-    shown = torch.arange(11) < 6
-    assert recognised(AttentionMask(allowed=shown[None, None, None]), 1, 11).offset == 5
+    assert torch.equal(steps.joined().k, before)
 
 
 def test_values_of_the_first_layers_attention_are_right() -> None:
-    """The joined record, given to the reference alone, makes the module's outputs again."""
+    """The joined record's own fields reproduce the module's outputs."""
     model, steps = generator("mistral-sdpa"), Steps()
     with capture(model, steps.add):
         model.generate(**prompt(0), **GREEDY)

@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 from sinkwise.capturing.capture import capture
-from sinkwise.core.records import AttentionRecord
+from sinkwise.capturing.mode import ADAPTERS
+from sinkwise.core.records import AttentionMask, AttentionRecord
 from sinkwise.errors import CaptureError
+from sinkwise.interception.intercepted import Intercepted
 from tests.capturing.test_capture import check, collect
 from tests.models import build, run, tensors
 from tests.models.nn_models import STATE_SPACE
@@ -142,7 +145,7 @@ def test_generation_with_a_cache(name: str) -> None:
     assert any(queries == 1 and keys > 1 for queries, keys in steps)
 
 
-def test_an_unseen_kernel_is_named_with_its_cure() -> None:
+def test_a_kernel_that_cannot_be_captured_is_named_with_its_remedy() -> None:
     from transformers import AttentionInterface
 
     @torch.library.custom_op("sinkwise_test::flash", mutates_args=())
@@ -165,6 +168,37 @@ def test_an_unseen_kernel_is_named_with_its_cure() -> None:
         AttentionInterface._global_mapping.pop("sinkwise_unseen", None)
 
 
+def new_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention whose inside no trace understands."""
+    if has_torch_function((q, k, v)):
+        return handle_torch_function(new_kernel, (q, k, v), q, k, v)
+    scores = torch.exp(q @ k.mT)
+    return (scores / scores.sum(dim=-1, keepdim=True)) @ v
+
+
+class Newest(nn.Module):
+    """A module that calls a kernel of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return new_kernel(x, x, x)
+
+
+def test_a_new_kernel_needs_one_adapter_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def adapter(func: Any, args: tuple, kwargs: dict) -> tuple:
+        out = func(*args, **kwargs)
+        q, k, v = args
+        return out, lambda owner: Intercepted(
+            {"q": q, "k": k, "v": v, "out": out, "scale": 1.0, "mask": AttentionMask()}
+        )
+
+    model, inputs = Newest(), (torch.randn(2, 3, 13, 8),)
+    with pytest.raises(CaptureError, match="no softmax attention"):
+        collect(model, inputs)
+    monkeypatch.setitem(ADAPTERS, new_kernel, adapter)
+    (captured,), seen = collect(model, inputs)
+    assert torch.equal(captured, model(*inputs)) and seen == [(0, "", 0, True)]
+
+
 def test_blocks_without_softmax_attention_are_named() -> None:
     model, inputs = build("qwen3-next-sdpa")
     with torch.no_grad(), capture(model, lambda record: None) as coverage:
@@ -183,10 +217,10 @@ def test_state_space_models_have_no_attention(name: str) -> None:
 
 
 def test_two_towers_called_by_their_methods() -> None:
-    model, (pictures, ids) = build("open_clip")
+    model, (images, ids) = build("open_clip")
     layers: list[int] = []
     with torch.no_grad(), capture(model, lambda record: layers.append(record.layer)):
-        model.encode_image(pictures)
+        model.encode_image(images)
         model.encode_text(ids)
     assert layers == [0, 1, 2, 3]
 
@@ -210,7 +244,7 @@ def test_overwritten_scores_are_marked_at_every_call(check: bool) -> None:
 
 
 class Written(nn.Module):
-    """Attention as people write it."""
+    """Attention as users write it."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

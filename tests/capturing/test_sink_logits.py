@@ -1,4 +1,4 @@
-"""Sink logits: every way to apply one is captured right, and one that a kernel drops is refused."""
+"""Sink logits: each way to apply one is captured correctly; one that a kernel drops is an error."""
 
 import math
 import re
@@ -39,7 +39,7 @@ def values() -> Tensor:
 
 
 class Six(nn.Module):
-    """One head, two queries with the published scores; the second may see no key."""
+    """One head, two queries with the published scores; the second may have all keys masked."""
 
     def __init__(self, way: str, sink: float, empty: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_both_forms_are_equal_in_float64() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_published_example(way: str) -> None:
-    """A sink logit of 3 takes 77 %, and the output shrinks from .83 to .19."""
+    """A sink logit of 3 takes 77 % of the attention, and the output shrinks from .83 to .19."""
     v = values()[None, None]
     _, (record,) = records_of(Six(way, 3.0, False, torch.float32), (v,))
     assert record.out[0, 0, 0].norm().item() == pytest.approx(0.19, abs=0.005)
@@ -187,15 +187,15 @@ def test_received_attention_is_finite_for_any_sink(sink: float, method: str) -> 
 
 
 class Wrong(Six):
-    """Ways to change an attention by its log-sum-exp that no record can tell."""
+    """Ways to change an attention by its log-sum-exp that no record can express."""
 
     def __init__(self, way: str) -> None:
         super().__init__(way, -math.inf, False, torch.float32)
-        self.logit = nn.Parameter(torch.tensor([3.0]))  # a name that says nothing
+        self.logit = nn.Parameter(torch.tensor([3.0]))  # an unsuspicious name
 
     def forward(self, v: Tensor) -> Tensor:
         scores = self.q @ self.k.mT
-        if self.way == "turned":
+        if self.way == "transposed":
             share = torch.sigmoid(scores.logsumexp(dim=-1) - self.logit)
             out = (scores.softmax(dim=-1) @ v).transpose(1, 2)
             return out * share.transpose(1, 2)[..., None]
@@ -208,14 +208,14 @@ class Wrong(Six):
         return out * torch.exp(-aux.lse)[..., None]
 
 
-@pytest.mark.parametrize("way", ["turned", "late", "flex", "flex, twice the logit"])
-def test_what_no_record_can_tell_is_an_error(way: str) -> None:
+@pytest.mark.parametrize("way", ["transposed", "late", "flex", "flex, twice the logit"])
+def test_what_no_record_can_express_is_an_error(way: str) -> None:
     with pytest.raises(CaptureError, match=r"log-sum-exp.*set_attn_implementation\('eager'\)"):
         records_of(Wrong(way), (values()[None, None],))
 
 
 class Losses(nn.Module):
-    """Looks at a log-sum-exp, and leaves the attention alone."""
+    """Computes a log-sum-exp without changing the attention."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -237,21 +237,21 @@ class Losses(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["plain", "in place", "flex"])
-def test_a_log_sum_exp_that_is_only_looked_at_changes_nothing(way: str) -> None:
+def test_a_log_sum_exp_that_is_only_inspected_changes_nothing(way: str) -> None:
     x = torch.randn(2, 3, 7, 8)
     _, records = records_of(Losses(way), (x,))
     assert [record.sink_logit for record in records] == [None]
 
 
-def sunk(name: str, kernel: str) -> tuple[nn.Module, Any]:
-    """A small model of a family with sink logits, set to a kernel that its library refuses."""
+def set_to(name: str, kernel: str) -> tuple[nn.Module, Any]:
+    """A small model of a family with sink logits, set to a kernel that its library rejects."""
     model, inputs = build(f"{name}-eager")
     model.config._attn_implementation_internal = kernel
     return model, inputs
 
 
 def deaf(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any):
-    """An attention function as people register them: it never looks at its **kwargs."""
+    """An attention function as users register them, which ignores its **kwargs."""
     group = query.shape[1] // key.shape[1]
     keys, values_ = (t.repeat_interleave(group, dim=1) for t in (key, value))
     scores = query @ keys.mT * kwargs["scaling"]
@@ -269,7 +269,7 @@ def test_a_kernel_that_drops_the_sink_logit_is_refused(
     mask = transformers.masking_utils.sdpa_mask
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "deaf", deaf)
     monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, "deaf", mask)
-    model, inputs = sunk(name, kernel)
+    model, inputs = set_to(name, kernel)
     place = r"layers\.\d\.self_attn \(layer \d\)"
     cure = r"set_attn_implementation\('eager'\)"
     message = rf"{place}: attn_implementation='{kernel}' drops the sink logit 'sink.*{cure}"
@@ -296,7 +296,7 @@ def test_every_family_with_a_sink_logit_in_transformers_is_among_the_models() ->
 
 
 class Owner(nn.Module):
-    """Attention by SDPA, which has no room for what the module owns or hands on."""
+    """Attention by SDPA, which has no argument for the sink that the module owns or passes on."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class Owner(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (3, 8)).transpose(1, 2)
-        if self.way == "handed":
+        if self.way == "passed":
             return swallow(heads, s_aux=torch.zeros(3))
         if self.way == "computed":
             return swallow(heads, sinks=heads.mean(dim=-1, keepdim=True))
@@ -326,14 +326,14 @@ def swallow(heads: Tensor, **kwargs: Any) -> Tensor:
     return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("way", ["owned", "projected", "handed", "computed"])
-def test_sinks_of_any_module_are_missed(way: str) -> None:
+@pytest.mark.parametrize("way", ["owned", "projected", "passed", "computed"])
+def test_a_dropped_sink_of_any_module_is_an_error(way: str) -> None:
     with pytest.raises(CaptureError, match=r"the model \(layer 0\).*sink logit"):
         records_of(Owner(way), (torch.randn(2, 5, 24),))
 
 
 @pytest.mark.parametrize("way", ["minus infinity", "a token", "another layer", "none", "plain"])
-def test_what_is_no_sink_logit_is_not_missed(way: str) -> None:
+def test_what_is_not_a_sink_logit_is_no_error(way: str) -> None:
     _, (record,) = records_of(Owner(way), (torch.randn(2, 5, 24),))
     assert record.sink_logit is None
 

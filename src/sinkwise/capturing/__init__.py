@@ -1,1 +1,1 @@
-"""A callback for each attention call of a foreign model, which runs on unchanged."""
+"""Capture a model's attention: a callback for each call, while the model runs on unchanged."""

@@ -1,9 +1,7 @@
-"""Which weights belong to a head, measured: the Jacobian of what was captured."""
+"""The weights of each head, measured: the Jacobian of the captured queries, keys and values."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -15,15 +13,16 @@ from sinkwise.capturing.capture import capture
 from sinkwise.core.records import AttentionRecord, AttentionSite
 from sinkwise.hosts.blocks import clean
 from sinkwise.hosts.inputs import call as run
+from sinkwise.interception.callers import callers
 from sinkwise.interception.flex import is_flex
 
 MAX_ADDED_KEYS = 2
-"""Keys that a module may add to its tokens' own (a learned one, and one of zeros)."""
+"""Keys that a module may add to those of its tokens (a learned one, and one of zeros)."""
 
 
 @dataclass(eq=False)
-class _Seen:
-    """One attention module's input and what was computed from it."""
+class _Observed:
+    """One attention module's input, and what was computed from it."""
 
     x: Tensor
     q: Tensor | None = None
@@ -40,35 +39,35 @@ def measured_sites(model: nn.Module, names: list[str], batch: Any) -> dict[str, 
     input there: W_Q where the query is linear in it (at rotary position 0 the rotation is the
     identity), the local linearisation where it is not (query norms, latent projections). k and v
     likewise. The output projection is the Jacobian of the module's output with respect to the head
-    outputs and is left None where the module's output is not their linear image, or is the heads
-    themselves side by side (their projection lies in another module, as in BERT).
+    outputs. It is None where the module's output is not their linear image, or is the heads
+    themselves, concatenated (another module projects them, as in BERT).
     """
     wanted = set(names)
-    seen: dict[str, _Seen] = {}
+    observed: dict[str, _Observed] = {}
     handles = []
 
     def enter(name: str):
         def hook(module: nn.Module, given: tuple, named: dict):
             source = next((t for t in (*given, *named.values()) if _is_input(t)), None)
-            if source is None or name in seen:
+            if source is None or name in observed:
                 return None
             leaf = source.detach().requires_grad_()
-            seen[name] = _Seen(leaf)
-            # Self-attention may be handed the same tensor as query, key and value.
+            observed[name] = _Observed(leaf)
+            # Self-attention may be given the same tensor as query, key and value.
             given = tuple(leaf if value is source else value for value in given)
             return given, {n: leaf if value is source else value for n, value in named.items()}
 
         return hook
 
     def record(call: AttentionRecord) -> None:
-        entry = seen.get(call.name)
+        entry = observed.get(call.name)
         if entry is not None and call.call == 0:
             entry.q, entry.k, entry.v, entry.out = call.q, call.k, call.v, call.out
 
     def leave(name: str):
         def hook(module: nn.Module, given: tuple, named: dict, result: object) -> None:
             first = result[0] if isinstance(result, tuple) else result
-            entry = seen.get(name)
+            entry = observed.get(name)
             if entry is not None and entry.y is None and isinstance(first, Tensor):
                 entry.y = first
 
@@ -83,7 +82,7 @@ def measured_sites(model: nn.Module, names: list[str], batch: Any) -> dict[str, 
                     module.register_forward_pre_hook(enter(clean(name)), with_kwargs=True)
                 )
                 handles.append(module.register_forward_hook(leave(clean(name)), with_kwargs=True))
-        with torch.enable_grad(), _Cut(), capture(model, record, check=False):
+        with torch.enable_grad(), _FlexWithoutGradients(), capture(model, record, check=False):
             run(model, batch)
         return {
             name: AttentionSite(
@@ -94,7 +93,7 @@ def measured_sites(model: nn.Module, names: list[str], batch: Any) -> dict[str, 
                 o=_output(entry.out, entry.y),
                 source="jacobian",
             )
-            for name, entry in seen.items()
+            for name, entry in observed.items()
         }
     finally:
         for handle in handles:
@@ -103,16 +102,16 @@ def measured_sites(model: nn.Module, names: list[str], batch: Any) -> dict[str, 
             parameter.requires_grad_(training[name])
 
 
-class _Cut(TorchFunctionMode):
-    """Cuts gradients at FlexAttention, which has none on a CPU: from the module's input to q, k and
-    v, and from the heads to the module's output, they are all that is asked for.
+class _FlexWithoutGradients(TorchFunctionMode):
+    """Detaches FlexAttention, which has no gradients on a CPU, from the graph: those from the
+    module's input to q, k and v, and from the heads to the module's output, are all that is needed.
     """
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func == _WANTS_GRADIENTS and _asked_by(flex_attention.__name__):
-            return False  # its wrapper would refuse
+        if func == _REQUIRES_GRAD and _called_from(flex_attention.__name__):
+            return False  # else its wrapper would raise
         if not is_flex(func):
             return func(*args, **(kwargs or {}))
         with torch.no_grad():
@@ -121,17 +120,12 @@ class _Cut(TorchFunctionMode):
         return (out.requires_grad_(), *more)
 
 
-_WANTS_GRADIENTS = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-def _asked_by(module: str) -> bool:
-    """Whether a function of that module called a torch function, through modes and wrappers."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(8):
-        if frame is None or frame.f_globals.get("__name__") == module:
-            break
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == module
+def _called_from(module: str) -> bool:
+    """Whether a function of that module is running."""
+    return any(frame.f_globals.get("__name__") == module for frame in callers())
 
 
 def _is_input(value: object) -> bool:
@@ -143,7 +137,7 @@ def _rows(captured: Tensor | None, x: Tensor) -> Tensor | None:
     if captured is None or captured.grad_fn is None or captured.shape[0] != x.shape[0]:
         return None
     if not 0 <= captured.shape[2] - x.shape[1] <= MAX_ADDED_KEYS:
-        return None  # rows that are no tokens: channels, or another sequence
+        return None  # its rows are not the tokens but channels, or another sequence
     target = captured[0, :, 0]
     basis = torch.eye(target.numel(), dtype=x.dtype, device=x.device)
     basis = basis.reshape(-1, *target.shape)
@@ -163,7 +157,7 @@ def _output(out: Tensor | None, y: Tensor | None) -> Tensor | None:
     if out.dim() != 4 or y.shape[:2] != (out.shape[0], out.shape[2]) or y.shape[1] < 2:
         return None
     basis = torch.eye(y.shape[2], dtype=y.dtype, device=y.device)
-    # A record's `out` may be a view of what the model goes on with.
+    # A record's `out` may be a view of the tensor that the model continues with.
     base = out._base
     whole = base is not None and base.numel() == out.numel() and out.is_contiguous()
     source = base if base is not None and whole else out

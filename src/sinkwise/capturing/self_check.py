@@ -1,4 +1,4 @@
-"""The self-check: does a record reproduce what the model computed?"""
+"""The self-check: whether a record reproduces what the model computed."""
 
 import torch
 from torch import Tensor
@@ -22,30 +22,30 @@ def verify(record: AttentionRecord) -> None:
     for rows in (range(min(CHECKED_ROWS, queries)), range(max(0, queries - CHECKED_ROWS), queries)):
         part = slice(rows.start, rows.stop)
         own = record.out[:, :, part].to(dtype)
-        again, visible = _again(record, rows, dtype)
+        recomputed, visible = _recomputed(record, rows, dtype)
         visible = visible & torch.isfinite(own).all(dim=-1, keepdim=True)
         limit = tolerance * float((own * visible).nan_to_num(0.0).abs().max()) + rounding
 
-        def error(other: Tensor, own: Tensor = own, visible: Tensor = visible) -> float:
+        def largest_error(other: Tensor, own: Tensor = own, visible: Tensor = visible) -> float:
             return float((own - other).abs().masked_fill(~visible, 0.0).max())
 
-        wrong = error(again)
-        if wrong <= limit:
+        difference = largest_error(recomputed)
+        if difference <= limit:
             continue
         if record.weights is not None:
             group = record.v.repeat_interleave(record.group, dim=1).to(dtype)
-            wrong = error(record.weights[:, :, part].to(dtype) @ group)
-            if wrong <= limit:
-                record.faithful = False  # the map is the model's own; its origin is not fully known
+            difference = largest_error(record.weights[:, :, part].to(dtype) @ group)
+            if difference <= limit:
+                record.faithful = False  # only the map, the model's own, is right
                 return
         raise CaptureError(
             f"{record.name or 'the model'} (layer {record.layer}): the output recomputed from the "
-            f"captured record differs from the model's by {wrong:.3g} (allowed {limit:.3g})"
+            f"captured record differs from the model's by {difference:.3g} (allowed {limit:.3g})"
         )
 
 
-def _again(record: AttentionRecord, rows: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The output of some rows, and which of them see anything (kernels differ where none is)."""
+def _recomputed(record: AttentionRecord, rows: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The output of some rows, and which of them see a key (where none is, kernels differ)."""
     part = slice(rows.start, rows.stop)
     bias = bias_tile(record.mask, rows, range(record.k.shape[2]), dtype, record.q.device)
     sink = record.sink_logit

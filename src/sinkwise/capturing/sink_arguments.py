@@ -1,6 +1,7 @@
-"""Sink logits that a module owns, or hands to its kernel, and that the softmax may leave out."""
+"""Sink logits that a module owns, or passes to its kernel, and that the softmax may leave out."""
 
 import re
+from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import NamedTuple
 
@@ -8,14 +9,15 @@ from torch import Tensor, nn
 
 from sinkwise.errors import CaptureError
 from sinkwise.hosts.implementation import matters, owned_sink
+from sinkwise.interception.callers import callers
 
-_HANDED = re.compile(r"s_aux|(\w*_)?sinks?(_logits?|_bias(es)?)?")
+_PASSED = re.compile(r"s_aux|(\w*_)?sinks?(_logits?|_bias(es)?)?")
 """Arguments of an attention function, also inside its **kwargs."""
 _VARKEYWORDS = 0x08
 
 
 class Sink(NamedTuple):
-    """A sink logit that a call should know."""
+    """A sink logit that a call should have."""
 
     name: str
     kernel: str
@@ -23,55 +25,54 @@ class Sink(NamedTuple):
     """Whether the model runs its own softmax already."""
 
 
-def find(owner: nn.Module | None, frame: FrameType | None, heads: int) -> Sink | None:
-    """The sink logit of the attention that `owner` computes by what runs in `frame`, or None.
+def find(owner: nn.Module | None, heads: int) -> Sink | None:
+    """The sink logit of the attention that `owner` is computing now, or None.
 
-    Looked for among the module's parameters and layers, and in what each function between the
-    module's own method and the kernel was given: an attention function may take `s_aux` (or `sinks`
-    computed on the way) among its **kwargs and never look at it.
+    Looked for among the module's parameters and layers, and in the arguments of each function
+    between the module's own method and the kernel: an attention function may take `s_aux` (or
+    `sinks` computed on the way) among its **kwargs and never use it.
     """
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("sinkwise."):
-        frame = frame.f_back
-    if owner is None or frame is None:
+    frames = list(callers())
+    if owner is None or not frames:
         return None
-    name = owned_sink(owner, heads) or _handed(owner, frame, heads)
+    name = owned_sink(owner, heads) or _passed(owner, frames, heads)
     if name is None:
         return None
     set_to = getattr(getattr(owner, "config", None), "_attn_implementation", None)
-    kernel = f"attn_implementation={set_to!r}" if set_to else f"{frame.f_code.co_name}()"
+    kernel = f"attn_implementation={set_to!r}" if set_to else f"{frames[0].f_code.co_name}()"
     return Sink(name, kernel, set_to in (None, "eager"))
 
 
 def error(sink: Sink, name: str, layer: int) -> CaptureError:
-    """What to say of a record whose softmax leaves `sink` out, and the cure."""
-    place = f"{name or 'the model'} (layer {layer})"
+    """The error for a record whose softmax leaves `sink` out."""
+    module = f"{name or 'the model'} (layer {layer})"
     if sink.eager:
         return CaptureError(
-            f"{place}: the softmax of {sink.kernel} leaves out the sink logit {sink.name!r}; a "
+            f"{module}: the softmax of {sink.kernel} leaves out the sink logit {sink.name!r}; a "
             "sink that is one more column of the scores, or scales the output by "
             "sigmoid(lse - sink), can be captured"
         )
     return CaptureError(
-        f"{place}: {sink.kernel} drops the sink logit {sink.name!r}: the model computes another "
-        "attention than its own; call model.set_attn_implementation('eager') first"
+        f"{module}: {sink.kernel} drops the sink logit {sink.name!r}, so that the model computes a "
+        "different attention from its own; call model.set_attn_implementation('eager') first"
     )
 
 
-def _handed(owner: nn.Module, frame: FrameType | None, heads: int) -> str | None:
-    while frame is not None:
+def _passed(owner: nn.Module, frames: Iterable[FrameType], heads: int) -> str | None:
+    """The argument that is a sink logit, of the functions up to the module's own method."""
+    for frame in frames:
         names = frame.f_locals
         for name, value in {**names, **names.get(_varkeywords(frame.f_code), {})}.items():
-            logit = _HANDED.fullmatch(name) and isinstance(value, Tensor) and matters(value)
+            logit = _PASSED.fullmatch(name) and isinstance(value, Tensor) and matters(value)
             if logit and heads in (*value.shape, value.numel()):
                 return name
         if names.get("self") is owner:
             return None
-        frame = frame.f_back
     return None
 
 
 def _varkeywords(code: CodeType) -> str:
-    """The name of a function's **kwargs, or none."""
+    """The name of a function's **kwargs, or ""."""
     if not code.co_flags & _VARKEYWORDS:
         return ""
     positional = code.co_argcount + code.co_kwonlyargcount

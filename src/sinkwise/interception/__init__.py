@@ -1,1 +1,1 @@
-"""How attention is recognised in a running model: one module for each form of call."""
+"""Attention calls recognised in a running model: one adapter per form of call."""

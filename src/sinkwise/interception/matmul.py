@@ -1,4 +1,4 @@
-"""Matrix products, whatever a model writes them as: matmul, bmm, baddbmm, einsum."""
+"""Matrix products in all the forms that models use: matmul, bmm, baddbmm, einsum."""
 
 from typing import Any, NamedTuple
 
@@ -14,26 +14,27 @@ class Product(NamedTuple):
     operands: tuple[Tensor, Tensor]
     """The tensors themselves, as the model passed them."""
     axes: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
-    """How an einsum permutes each operand to make it `left` and `right`."""
-    order: tuple[int, ...] | None = None
-    """The axes that lay an einsum's result out as [.. row col]."""
+    """The permutations of an einsum's operands that make them `left` and `right`."""
+    permutation: tuple[int, ...] | None = None
+    """The permutation of an einsum's result that makes it [.. row col]."""
     bias: Tensor | None = None
     alpha: float = 1.0
 
     def laid_out(self, result: Tensor) -> Tensor:
         """The result as [.. row col]."""
-        return result if self.order is None else result.permute(self.order)
+        return result if self.permutation is None else result.permute(self.permutation)
 
     @property
-    def place(self) -> tuple[int, ...] | None:
-        """Which axis of [.. row col] each axis of the result is; None where it is laid out so."""
-        if self.order is None or self.order == tuple(range(len(self.order))):
+    def result_order(self) -> tuple[int, ...] | None:
+        """Which axis of [.. row col] each axis of the result is; None where it has that layout."""
+        axes = self.permutation
+        if axes is None or axes == tuple(range(len(axes))):
             return None
-        return tuple(self.order.index(axis) for axis in range(len(self.order)))
+        return tuple(axes.index(axis) for axis in range(len(axes)))
 
 
 def product(name: str, args: tuple, kwargs: dict[str, Any]) -> Product | None:
-    """The product that the torch function `name` computes of its arguments, or None."""
+    """The product that the torch function `name` computes from its arguments, or None."""
     if name in ("matmul", "bmm", "__matmul__"):
         operands = (*args, *(kwargs[key] for key in ("input", "other", "mat2") if key in kwargs))
         return _plain(*operands) if len(operands) == 2 else None
@@ -54,7 +55,7 @@ def _plain(left: Tensor, right: Tensor) -> Product | None:
 
 
 def _einsum(args: tuple) -> Product | None:
-    """A two-operand einsum as a matrix product, where it is one."""
+    """A two-operand einsum as a matrix product, or None where it is none."""
     if len(args) == 2 and isinstance(args[1], list | tuple):
         args = (args[0], *args[1])
     if len(args) != 3 or not isinstance(args[0], str) or "->" not in args[0] or "." in args[0]:
@@ -76,11 +77,11 @@ def _einsum(args: tuple) -> Product | None:
         args[2].permute(second),
         (args[1], args[2]),
         axes=(first, second),
-        order=tuple(result.index(c) for c in [*batch, *rows, *cols]),
+        permutation=tuple(result.index(c) for c in [*batch, *rows, *cols]),
     )
 
 
 def storage(tensor: Tensor) -> int:
-    """The address of a tensor's memory, the same for all its views; 0 where it has none."""
+    """The address of a tensor's storage, the same for all its views; 0 where it has none."""
     dense = tensor.layout == torch.strided and not tensor.is_nested
     return tensor.untyped_storage().data_ptr() if dense else 0

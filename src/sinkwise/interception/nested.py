@@ -1,4 +1,4 @@
-"""What modules are given and return: tensors in tuples and dicts."""
+"""What modules take and return: tensors in tuples and dicts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything in nested tuples, lists and dicts that is none of them, in order."""
+    """Everything in nested tuples, lists and dicts that is not itself one of them, in order."""
     if isinstance(value, tuple | list):
         for part in value:
             yield from leaves(part)
@@ -18,6 +18,6 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def is_stream(value: object) -> bool:
-    """Whether it can be a residual stream: batch, token and at least one more axis, floating."""
+def is_residual_stream(value: object) -> bool:
+    """Whether it can be a residual stream: floating, with a batch, a token and a further axis."""
     return isinstance(value, Tensor) and value.dim() >= 3 and value.is_floating_point()

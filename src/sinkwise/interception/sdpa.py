@@ -1,20 +1,20 @@
-"""Calls of torch's attention kernel: their arguments, their log-sum-exp, their shapes."""
+"""Adapter for `F.scaled_dot_product_attention`: its arguments and log-sum-exp as record fields."""
 
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from sinkwise.core.records import AttentionMask
+from sinkwise.interception.intercepted import Description, Intercepted
+from sinkwise.interception.shapes import four_dimensional
 
 
-class Call(NamedTuple):
+class SdpaCall(NamedTuple):
     """The arguments of one `F.scaled_dot_product_attention`, defaults filled in."""
 
     query: Tensor
@@ -29,7 +29,14 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def bind(*args: Any, **kwargs: Any) -> Call:
+def intercept(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Description]:
+    """Run the kernel and describe the call."""
+    call = bind(*args, **kwargs)
+    out, lse = run(func, call)
+    return out, functools.partial(describe, call, out, lse)
+
+
+def bind(*args: Any, **kwargs: Any) -> SdpaCall:
     """Name the arguments of an SDPA call."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -37,7 +44,7 @@ def bind(*args: Any, **kwargs: Any) -> Call:
     scale = given["scale"]
     if scale is None:
         scale = given["query"].shape[-1] ** -0.5
-    return Call(**{**given, "scale": float(scale)}, args=args, kwargs=kwargs)
+    return SdpaCall(**{**given, "scale": float(scale)}, args=args, kwargs=kwargs)
 
 
 def _sdpa(
@@ -49,11 +56,11 @@ def _sdpa(
 _SIGNATURE = inspect.signature(_sdpa)
 
 
-def run(func: Callable, call: Call) -> tuple[Tensor, Tensor | None]:
-    """Run the kernel as the model would, and its log-sum-exp where the kernel gives it.
+def run(func: Callable, call: SdpaCall) -> tuple[Tensor, Tensor | None]:
+    """Run the kernel as the model would, with its log-sum-exp where the kernel returns it.
 
     On a CPU the fused kernel is called by its own name, which returns both; the output is the same
-    to the bit. Where another kernel would run, or gradients are wanted, the log-sum-exp is None.
+    bit for bit. Where another kernel would run, or gradients are needed, the log-sum-exp is None.
     """
     q, k, v = call.query, call.key, call.value
     plain = q.dim() == 4 and q.device.type == "cpu" and call.dropout_p == 0
@@ -76,29 +83,35 @@ def run(func: Callable, call: Call) -> tuple[Tensor, Tensor | None]:
     return out, lse
 
 
-def ungrouped(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values once for each key/value head, where a model repeated them for its groups.
-
-    Found by their bits: repeated heads are equal, and equal heads may be shared without loss.
-    """
-    heads = k.shape[1]
-    if heads == 1 or heads != v.shape[1] or k.shape[2] == 0:
-        return k, v
-    some = k.detach()[0, :, [0, k.shape[2] // 2, -1]].flatten(1)  # a cache's end may be empty
-    new = (some[1:] != some[:-1]).any(dim=-1).tolist()  # where a head differs from the one before
-    group = new.index(True) + 1 if True in new else heads
-    if group == 1 or heads % group:
-        return k, v
-    for tensor in (k, v):
-        split = tensor.unflatten(1, (-1, group))
-        if not bool((split == split[:, :, :1]).all()):
-            return k, v
-    return k[:, ::group], v[:, ::group]
+def describe(
+    call: SdpaCall, out: Tensor, lse: Tensor | None, owner: nn.Module | None
+) -> Intercepted:
+    """The fields of one call."""
+    q = four_dimensional(call.query)
+    fields: dict[str, Any] = {
+        "q": q,
+        "k": four_dimensional(call.key),
+        "v": four_dimensional(call.value),
+        "out": four_dimensional(out),
+        "scale": call.scale,
+        "mask": _mask(call),
+        "lse": None if lse is None else lse.reshape(q.shape[:3]),
+    }
+    return Intercepted(_unpacked(fields, owner), call.attn_mask, has_dropout=call.dropout_p > 0)
 
 
-def unpacked(fields: dict[str, Any], owner: nn.Module | None) -> dict[str, Any]:
-    """Heads as heads again, where transformers passes the heads of a group as the queries of one
-    (a single token of grouped-query attention with a cache).
+def _mask(call: SdpaCall) -> AttentionMask:
+    if call.attn_mask is None:
+        return AttentionMask(causal=call.is_causal)
+    given = four_dimensional(call.attn_mask)
+    if given.dtype == torch.bool:
+        return AttentionMask(allowed=given)
+    return AttentionMask(additive=given)
+
+
+def _unpacked(fields: dict[str, Any], owner: nn.Module | None) -> dict[str, Any]:
+    """Heads as heads again, where transformers passes the query heads of a group as queries of one
+    head (a single token of grouped-query attention with a cache).
     """
     q = fields["q"]
     group = getattr(owner, "num_key_value_groups", None)
@@ -119,65 +132,3 @@ def unpacked(fields: dict[str, Any], owner: nn.Module | None) -> dict[str, Any]:
     lse = fields["lse"]
     separate = {"q": apart(q), "out": apart(fields["out"]), "mask": mask}
     return {**fields, **separate, "lse": None if lse is None else apart(lse)}
-
-
-def four_dimensional(tensor: Tensor) -> Tensor:
-    """[.. head query width] with one batch axis: missing axes added, leading ones joined."""
-    while tensor.dim() < 4:
-        tensor = tensor.unsqueeze(0)
-    return tensor.flatten(0, -4)
-
-
-def batch_and_heads(
-    weights: Tensor, lead: tuple[int, ...], owner: nn.Module | None
-) -> tuple[int, int]:
-    """(batch, heads) of an attention map, from the shape its softmax saw or the module's heads."""
-    if len(lead) >= 2:
-        return int(torch.Size(lead[:-1]).numel()), lead[-1]
-    joint = int(torch.Size(lead).numel())
-    for attribute in ("num_heads", "num_attention_heads", "n_heads", "heads"):
-        heads = getattr(owner, attribute, None)
-        if isinstance(heads, int) and heads > 0 and joint % heads == 0:
-            return joint // heads, heads
-    return joint, 1
-
-
-def with_lead(tensor: Tensor, lead: tuple[int, int]) -> Tensor:
-    """Reshape [.. row col] to [batch head row col]; a single shared head stays single."""
-    rows, cols = tensor.shape[-2:]
-    joint = int(tensor.shape[:-2].numel())
-    batch, heads = lead
-    if tensor.shape[:-2] == lead:
-        return tensor  # itself, so that gradients can be asked for
-    if joint == batch * heads:
-        return tensor.reshape(batch, heads, rows, cols)
-    if joint % batch == 0:
-        return tensor.reshape(batch, joint // batch, rows, cols)
-    return (
-        tensor.expand(batch, *tensor.shape[-3:])
-        if tensor.dim() == 4
-        else tensor.expand(batch, heads, rows, cols)
-    )
-
-
-def bias_with_lead(bias: Tensor, lead: tuple[int, int]) -> Tensor:
-    """A broadcastable bias as [#batch #head query key]."""
-    if bias.dim() == 3 and bias.shape[0] == lead[0] * lead[1]:
-        return bias.reshape(*lead, *bias.shape[-2:])
-    return four_dimensional(bias)
-
-
-@functools.cache
-def unwrapped_mha() -> Callable:
-    """`F.multi_head_attention_forward` whose body runs inside a torch function mode.
-
-    The original hands itself to the mode and so hides the attention within. This is the same code
-    object with its own globals, in which no argument asks for that.
-    """
-    original = F.multi_head_attention_forward
-    scope = {**original.__globals__, "has_torch_function": lambda _: False}
-    copy = types.FunctionType(
-        original.__code__, scope, original.__name__, original.__defaults__, original.__closure__
-    )
-    copy.__kwdefaults__ = original.__kwdefaults__
-    return copy

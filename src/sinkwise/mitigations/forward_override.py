@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from sinkwise.interception.sdpa import unwrapped_mha
+from sinkwise.interception.mha import unwrapped_mha
 from sinkwise.mitigations.base import Forward, Hooks, Part
 
 
