@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sinkwise.errors import CaptureError
-from sinkwise.hosts.implementation import kernels_of
+from sinkwise.hosts.implementation import attention_implementations
 
 _UNSEEN = re.compile(r"(paged\|)?flash_")
 """Kernels known to be unseen; others may yet call torch's own."""
@@ -62,7 +62,7 @@ def why(model: nn.Module) -> str:
 def _unusual_kernel(model: nn.Module) -> str | None:
     """The first kernel named by a configuration of the model that is none of torch's own."""
     own = ("eager", "sdpa", "flex_attention")
-    return next((kernel for kernel in kernels_of(model) if kernel not in own), None)
+    return next((kernel for kernel in attention_implementations(model) if kernel not in own), None)
 
 
 def _advice(kernel: str) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from sinkwise.errors import CaptureError
-from sinkwise.hosts.implementation import matters, owned_sink
+from sinkwise.hosts.implementation import has_effect, own_sink_logit
 
 _HANDED = re.compile(r"s_aux|(\w*_)?sinks?(_logits?|_bias(es)?)?")
 """Arguments of an attention function, also inside its **kwargs."""
@@ -34,7 +34,7 @@ def find(owner: nn.Module | None, frame: FrameType | None, heads: int) -> Sink |
         frame = frame.f_back
     if owner is None or frame is None:
         return None
-    name = owned_sink(owner, heads) or _handed(owner, frame, heads)
+    name = own_sink_logit(owner, heads) or _handed(owner, frame, heads)
     if name is None:
         return None
     set_to = getattr(getattr(owner, "config", None), "_attn_implementation", None)
@@ -61,7 +61,7 @@ def _handed(owner: nn.Module, frame: FrameType | None, heads: int) -> str | None
     while frame is not None:
         names = frame.f_locals
         for name, value in {**names, **names.get(_varkeywords(frame.f_code), {})}.items():
-            logit = _HANDED.fullmatch(name) and isinstance(value, Tensor) and matters(value)
+            logit = _HANDED.fullmatch(name) and isinstance(value, Tensor) and has_effect(value)
             if logit and heads in (*value.shape, value.numel()):
                 return name
         if names.get("self") is owner:

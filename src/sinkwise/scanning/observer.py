@@ -14,7 +14,7 @@ from sinkwise.core.records import AttentionRecord
 from sinkwise.diagnosis.rules import Rules
 from sinkwise.errors import CaptureError, InputError
 from sinkwise.hosts.blocks import Block
-from sinkwise.hosts.layouts import is_cross, is_decoder
+from sinkwise.hosts.cross_attention import is_cross, is_decoder
 from sinkwise.hosts.sites import attention_sites
 from sinkwise.measure.call import CallMeter
 from sinkwise.measure.frames import Tables
