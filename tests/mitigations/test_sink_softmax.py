@@ -33,7 +33,7 @@ def fused(*args, count=1, **kwargs):
     with mode:
         for _ in range(count):
             out = F.scaled_dot_product_attention(*args, **kwargs)
-    mode.done()
+    mode.finish()
     return out
 
 
@@ -116,7 +116,7 @@ def test_queries_that_are_not_those_of_its_heads_are_an_error(shape):
 
 def test_causal_beside_a_mask_is_an_error_as_in_torch():
     q, k, v = drawn()
-    with pytest.raises(InputError, match="is_causal=True beside an attn_mask"):
+    with pytest.raises(InputError, match="is_causal=True with an attn_mask"):
         fused(q, k, v, attn_mask=torch.ones(5, 5).bool(), is_causal=True)
 
 
@@ -138,7 +138,7 @@ def test_every_way_to_write_a_softmax(way):
     mode = SinkSoftmaxMode("attn", LOGIT)
     with mode:
         found = SOFTMAX[way](scores)
-    mode.done()
+    mode.finish()
     torch.testing.assert_close(found, weights_by_hand(scores))
 
 
@@ -188,7 +188,7 @@ def test_other_softmaxes_are_left_alone_and_not_counted(call):
         found = call()
     assert torch.equal(found, plain)
     with pytest.raises(InputError, match="'attn' ran 0 softmaxes that its sink logits could join"):
-        mode.done()
+        mode.finish()
 
 
 def test_two_in_one_run_are_an_error():
