@@ -1,4 +1,4 @@
-"""Cross attention by name: one answer for sites, layouts and scans, and it is the measured one."""
+"""Cross attention by name: one answer for sites and scans, which agrees with measurement."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The gate in models that are already there: no change until trained, closes, comes out again."""
+"""Gates in existing models: no change until trained, they close, and undo removes them."""
 
 import copy
 

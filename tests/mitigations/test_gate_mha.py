@@ -232,7 +232,7 @@ def test_a_capture_holds_for_a_gated_model(name):
         for result in sw.check_model(model, inputs, on_fail="report")
         if result.status == "failed"
     ]
-    # The output projection is no linear map of the heads any more; everything else holds.
+    # The output projection is no longer a linear map of the heads; all other checks pass.
     assert {result.check for result in failed} <= {"output_projection"}, failed
 
 

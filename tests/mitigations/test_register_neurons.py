@@ -58,12 +58,12 @@ MODELS = {
     "open_clip": open_clip_tower,
 }
 WIDE = ("timm", "timm with registers and LayerScale", "transformers ViT")
-"""Those that take a picture of 24 by 40."""
+"""Models of images of 24 by 40 pixels."""
 BLOCK = 1
 
 
 def pictures(name, batch=4, bright=9.0):
-    """Pictures in which one patch of each, another one each time, is bright; and which one."""
+    """Images with one bright patch each, at a different position in each; and the positions."""
     torch.manual_seed(5)
     rows, columns = GRID if name in WIDE else (3, 3)
     x = torch.randn(batch, 3, rows * PATCH, columns * PATCH) * 0.1
@@ -77,13 +77,13 @@ def pictures(name, batch=4, bright=9.0):
 
 
 def plant(name):
-    """A model, the pictures, and the number of tokens before its patches."""
+    """A model, its images, and the number of tokens before its patches."""
     model, (x, places) = MODELS[name](), pictures(name)
     return model, x, plant_in(model, x, places)
 
 
 def plant_in(model, x, places):
-    """Make neuron (BLOCK, NEURON) write a huge vector at the bright patch of each picture.
+    """Make neuron (BLOCK, NEURON) write a huge vector at the bright patch of each image.
 
     The neuron looks along the difference between the normed streams of bright and dark patches.
     """

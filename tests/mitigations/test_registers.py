@@ -1,4 +1,4 @@
-"""Registers in models that are already there: seen by every block, by no read-out, and undone."""
+"""Registers in existing models: seen by every block, by no output, and undone."""
 
 import copy
 import gc
@@ -258,7 +258,7 @@ def test_saved_and_loaded(tmp_path, name):
 
 
 def test_a_scan_counts_them_as_registers():
-    """A register that shouts draws the attention, and the scan says so in every head."""
+    """A register with a large norm draws attention, and the scan finds it in every head."""
     model, inputs = build("timm-vit-sdpa")
     mitigate(model, Registers(2))
     with torch.no_grad():
@@ -276,7 +276,7 @@ def test_a_scan_counts_them_as_registers():
     assert len(first) > 0
     assert set(first["token"]) == {1} and set(first["kind"]) == {"register"}
     assert (first["token_norm_ratio"] > 10).all()
-    # The stream that is measured around a block is the one that the block sees.
+    # The residual stream is measured on the tokens that the block sees.
     loudest = model.registers.tokens.norm(dim=-1).max().item()
     assert scan.layers["token_norm_max"][0] == pytest.approx(loudest, rel=0.05)
 

@@ -54,7 +54,7 @@ def bert(tmp_path):
 
 
 def rewrite(folder, change):
-    """Save the folder's file again, its tensors and facts changed."""
+    """Rewrite the folder's file with changed tensors and metadata."""
     state = load_file(folder / WEIGHTS)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         facts = json.loads(file.metadata()[KEY])

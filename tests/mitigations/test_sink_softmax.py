@@ -187,7 +187,7 @@ def test_other_softmaxes_are_left_alone_and_not_counted(call):
     with mode:
         found = call()
     assert torch.equal(found, plain)
-    with pytest.raises(InputError, match="'attn' ran 0 softmaxes that its sink logits could join"):
+    with pytest.raises(InputError, match="'attn' ran 0 softmaxes that its sink logits can join"):
         mode.finish()
 
 

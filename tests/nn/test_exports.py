@@ -4,6 +4,8 @@ import importlib
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,12 @@ def test_the_facade_has_the_same_objects() -> None:
         if inspect.isclass(getattr(sinkwise.nn, name)) or name in sinkwise.__all__:
             assert getattr(sinkwise, name) is getattr(sinkwise.nn, name)
     assert {"sink_attention", "sink_mask", "common_mode_penalty"} <= set(sinkwise.__all__)
+
+
+def test_nn_is_reached_from_the_facade_alone() -> None:
+    code = "import sinkwise as sw; print(sw.nn.rescale.__name__, 'nn' in sw.__all__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["rescale", "False"]
 
 
 def test_modules_and_mitigations_of_similar_names_are_two_things() -> None:

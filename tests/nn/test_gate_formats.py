@@ -135,7 +135,7 @@ def test_qwen(bias):
     run, module = qwen(bias)
     query, gate = split_query_gate(module.q_proj, 6)
     wanted, _ = run(tokens())
-    # Their layer with a gate that is open (sigmoid(40) = 1) tells what the heads are.
+    # The heads, from their layer with an open gate (sigmoid(40) = 1).
     wide_open = OutputGate(48, 6, in_dim=15)
     torch.nn.init.zeros_(wide_open.proj.weight)
     torch.nn.init.constant_(wide_open.proj.bias, 40.0)

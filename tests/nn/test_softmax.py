@@ -25,7 +25,7 @@ def of_heads(kind):
 
 
 def scores(**options):
-    """A case, and its scores with -inf where hidden."""
+    """A case, and its scores with -inf where masked."""
     case = make(**options)
     found = case.q @ case.k.mT * case.scale
     return case, found.masked_fill(~torch.from_numpy(case.visible), -math.inf)

@@ -42,7 +42,7 @@ def from_timm(attention: "Attention") -> GatedAttention:
             f"{dim}, as many as the input"
         )
     bias = attention.qkv.bias is not None
-    made = GatedAttention(
+    converted = GatedAttention(
         dim,
         attention.num_heads,
         head_dim=attention.head_dim,
@@ -68,8 +68,8 @@ def from_timm(attention: "Attention") -> GatedAttention:
             if attention.gate.bias is None
             else attention.gate.bias
         )
-    made.load_state_dict(state)
-    return made.train(attention.training)
+    converted.load_state_dict(state)
+    return converted.train(attention.training)
 
 
 def to_timm(module: GatedAttention) -> "Attention":
@@ -100,7 +100,7 @@ def to_timm(module: GatedAttention) -> "Attention":
     out_bias = module.o_proj.bias is not None
     weight = module.q_proj.weight
     # Built on the meta device: drawing weights would advance the global random state.
-    made = timm_attention(
+    converted = timm_attention(
         module.q_proj.in_features,
         module.num_heads,
         attn_head_dim=module.head_dim,
@@ -118,8 +118,8 @@ def to_timm(module: GatedAttention) -> "Attention":
     state |= {f"proj.{name}": tensor for name, tensor in module.o_proj.state_dict().items()}
     if module.gate is not None:
         state["gate.weight"], state["gate.bias"] = _elementwise(module.gate, module.head_dim)
-    made.load_state_dict(state)
-    return made.train(module.training)
+    converted.load_state_dict(state)
+    return converted.train(module.training)
 
 
 def split_query_gate(q_proj: nn.Linear, num_heads: int) -> tuple[nn.Linear, OutputGate]:

