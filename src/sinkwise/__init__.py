@@ -64,6 +64,8 @@ __all__ = sorted([*_EXPORTS, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":  # so that `sinkwise.nn.from_timm` needs no import of its own
+        return importlib.import_module("sinkwise.nn")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'sinkwise' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"sinkwise.{_EXPORTS[name]}"), name)

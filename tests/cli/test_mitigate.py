@@ -9,8 +9,7 @@ from PIL import Image
 from transformers import BertConfig, BertModel, Dinov2Config, Dinov2Model
 
 import sinkwise as sw
-from sinkwise.hosts.loading.load import IMAGENET_MEAN, IMAGENET_STD
-from sinkwise.hosts.loading.source import ImagePreprocessing
+from sinkwise.hosts.loading.source import IMAGENET_MEAN, IMAGENET_STD, ImagePreprocessing
 from sinkwise.mitigations.gate import Gate
 from sinkwise.mitigations.registers import Registers
 from tests.command import sinkwise

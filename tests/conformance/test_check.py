@@ -1,4 +1,4 @@
-"""Every check holds on every model, and every check can fail."""
+"""Every model passes every check, and every check can fail."""
 
 import contextlib
 import dataclasses
@@ -14,9 +14,11 @@ from sinkwise.conformance import (
     CHECKS,
     ConformanceError,
     calls,
+    causality,
     check_model,
+    observation,
     observe,
-    sample,
+    weights,
 )
 from sinkwise.core.records import AttentionMask, AttentionRecord
 from sinkwise.errors import CaptureError, InputError
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 SKIPPED = {
-    "causality": "the inputs hold no sequence",
+    "causality": "the inputs contain no sequence",
     "output_projection": "no attention module has an output projection",
 }
 
@@ -59,7 +61,7 @@ def test_compiled_models_conform(name: str) -> None:
 
 
 def sharp(name: str) -> tuple[nn.Module, Any]:
-    """A model whose maps are far from uniform, so that a wrong record shows."""
+    """A model whose maps are far from uniform, so that a wrong record is detected."""
     model, inputs = build(name)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -68,7 +70,7 @@ def sharp(name: str) -> tuple[nn.Module, Any]:
 
 
 def corrupted(change: Callable[[AttentionRecord], None]) -> Callable:
-    """`capture` whose records are changed before they are handed on."""
+    """`capture`, with records changed before the callback receives them."""
 
     def wrapped(model: nn.Module, on_record: Callable, **options: Any) -> Any:
         def hand_on(record: AttentionRecord) -> None:
@@ -180,30 +182,45 @@ WRONG = [
     (calls.check_record_gives_the_output, "llama-eager", swap_values, "recomputed output"),
     (calls.check_record_gives_the_output, "gpt-oss-eager", no_sink, "recomputed output"),
     (calls.check_record_gives_the_output, "gemma-2-eager", no_cap, "recomputed output"),
-    (calls.check_record_gives_the_output, "vit-sdpa", unfaithful, "no weights"),
+    (calls.check_record_gives_the_output, "vit-sdpa", unfaithful, "but no weights"),
     (calls.check_shapes, "llama-sdpa", flat_keys, "k is"),
     (calls.check_shapes, "llama-sdpa", no_group, "k is"),
     (calls.check_shapes, "vit-sdpa", transposed, "out is"),
     (calls.check_shapes, "vit-sdpa", wrong_mask, "allowed is"),
     (calls.check_probabilities, "vit-sdpa", base_2, "lse is off"),
     (calls.check_probabilities, "vit-sdpa", scale, "lse is off"),
-    (calls.check_probabilities, "gpt-oss-eager", no_sink, "weights miss 1"),
+    (calls.check_probabilities, "gpt-oss-eager", no_sink, "the sum of weights differs from 1"),
     (calls.check_probabilities, "vit-eager", negative, "a weight is -0.1"),
-    (calls.check_probabilities, "vit-eager", halved, "weights miss 1"),
-    (calls.check_causality, "gpt2-sdpa", no_mask, "above the diagonal"),
-    (calls.check_causality, "llama-eager", one_above, "above the diagonal is 1e-06"),
-    (calls.check_causality, "nn-mha-causal", no_mask, "above the diagonal"),
-    (calls.check_values_per_kv_head, "llama-sdpa", repeat_heads, "6 value heads.*has 3"),
-    (calls.check_values_per_kv_head, "qwen3-eager", repeat_heads, "6 value heads.*has 3"),
-    (calls.check_output_projection, "llama-sdpa", swap_heads, "something else than the heads"),
-    (calls.check_output_projection, "bert-sdpa", swap_heads, "something else than the heads"),
-    (calls.check_output_projection, "qwen3-next-sdpa", swap_heads, "something else than"),
-    (calls.check_output_projection, "nn-mha-plain", swap_heads, "gives another output"),
-    (calls.check_layers, "gpt2-sdpa", next_layer, "its block is number 1"),
-    (calls.check_layers, "albert-sdpa", next_layer, "its block is number 1"),
-    (calls.check_layers, "qwen3-next-sdpa", attention_only, "its block is number 1"),
-    (calls.check_layers, "nn-decoder", same_call, "its block is number|same layer"),
-    (calls.check_layers, "gpt2-sdpa", no_module, "is no module"),
+    (calls.check_probabilities, "vit-eager", halved, "the sum of weights differs from 1"),
+    (causality.check_causality, "gpt2-sdpa", no_mask, "above the diagonal"),
+    (causality.check_causality, "llama-eager", one_above, "above the diagonal is 1e-06"),
+    (causality.check_causality, "nn-mha-causal", no_mask, "above the diagonal"),
+    (weights.check_values_per_kv_head, "llama-sdpa", repeat_heads, "6 value heads.*has 3"),
+    (weights.check_values_per_kv_head, "qwen3-eager", repeat_heads, "6 value heads.*has 3"),
+    (
+        weights.check_output_projection,
+        "llama-sdpa",
+        swap_heads,
+        "input of the projection is not the heads",
+    ),
+    (
+        weights.check_output_projection,
+        "bert-sdpa",
+        swap_heads,
+        "input of the projection is not the heads",
+    ),
+    (
+        weights.check_output_projection,
+        "qwen3-next-sdpa",
+        swap_heads,
+        "input of the projection is not",
+    ),
+    (weights.check_output_projection, "nn-mha-plain", swap_heads, "gives a different output"),
+    (calls.check_layers, "gpt2-sdpa", next_layer, "its block has number 1"),
+    (calls.check_layers, "albert-sdpa", next_layer, "its block has number 1"),
+    (calls.check_layers, "qwen3-next-sdpa", attention_only, "its block has number 1"),
+    (calls.check_layers, "nn-decoder", same_call, "its block has number|same layer"),
+    (calls.check_layers, "gpt2-sdpa", no_module, "is not a module"),
 ]
 
 
@@ -217,7 +234,7 @@ def test_a_wrong_record_fails(
 ) -> None:
     model, inputs = sharp(name)
     check_model(model, inputs, checks=(check,))
-    monkeypatch.setattr(sample, "capture", corrupted(change))
+    monkeypatch.setattr(observation, "capture", corrupted(change))
     with pytest.raises(ConformanceError, match=message):
         check_model(model, inputs, checks=(check,))
     report = check_model(model, inputs, checks=(check,), on_fail="report")
@@ -230,7 +247,7 @@ def test_a_wrong_output_projection_fails(
     name: str, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, inputs = sharp(name)
-    original = sample.attention_sites
+    original = observation.attention_sites
 
     def sites(model: nn.Module) -> dict:
         def change(o: Tensor) -> Tensor:
@@ -239,25 +256,27 @@ def test_a_wrong_output_projection_fails(
         found = original(model)
         return {n: dataclasses.replace(site, o=change(site.o)) for n, site in found.items()}
 
-    watch = sample._watch_projections
-    monkeypatch.setattr(sample, "attention_sites", sites)
+    hook = observation.observe_projections
+    monkeypatch.setattr(observation, "attention_sites", sites)
     monkeypatch.setattr(
-        sample, "_watch_projections", lambda model, _, found: watch(model, original(model), found)
+        observation,
+        "observe_projections",
+        lambda model, _, found: hook(model, original(model), found),
     )
-    with pytest.raises(ConformanceError, match="W_O per head gives another output"):
-        check_model(model, inputs, checks=(calls.check_output_projection,))
+    with pytest.raises(ConformanceError, match="W_O per head gives a different output"):
+        check_model(model, inputs, checks=(weights.check_output_projection,))
 
 
 def test_a_wrong_head_count_of_the_projection_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("vit-sdpa")
-    original = sample.attention_sites
+    original = observation.attention_sites
 
     def sites(model: nn.Module) -> dict:
         found = original(model)
         return {n: dataclasses.replace(site, q=site.q[:1], o=None) for n, site in found.items()}
 
-    monkeypatch.setattr(sample, "attention_sites", sites)
-    with pytest.raises(ConformanceError, match="5 heads, the projection has 1"):
+    monkeypatch.setattr(observation, "attention_sites", sites)
+    with pytest.raises(ConformanceError, match="5 heads, but the projection has 1"):
         check_model(model, inputs, checks=(calls.check_shapes,))
 
 
@@ -266,10 +285,10 @@ def test_repeated_heads_show_where_no_projection_is_known() -> None:
     seen = observe(model, inputs)
     for record in seen.records:
         record.site = None
-    calls.check_values_per_kv_head(seen)
+    weights.check_values_per_kv_head(seen)
     repeat_heads(seen.records[0])
-    with pytest.raises(ConformanceError, match="there twice"):
-        calls.check_values_per_kv_head(seen)
+    with pytest.raises(ConformanceError, match="occurs twice"):
+        weights.check_values_per_kv_head(seen)
 
 
 def test_a_capture_that_changes_the_output_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +303,8 @@ def test_a_capture_that_changes_the_output_fails(monkeypatch: pytest.MonkeyPatch
             yield coverage
             bias.copy_(before)
 
-    monkeypatch.setattr(sample, "capture", nudged)
-    with pytest.raises(ConformanceError, match="the output changed by"):
+    monkeypatch.setattr(observation, "capture", nudged)
+    with pytest.raises(ConformanceError, match="capture changed the output by"):
         check_model(model, inputs, checks=(calls.check_output_is_unchanged,))
 
 

@@ -14,7 +14,7 @@ from tests.models import build
 
 
 def leave(what: str, model: nn.Module) -> Callable[[], None]:
-    """Leave a trace of some kind; what it returns removes it again."""
+    """Leave a trace of some kind; returns a function that removes it."""
     linear = next(module for module in model.modules() if isinstance(module, nn.Linear))
     if what == "hook":
         return linear.register_forward_hook(lambda *_: None).remove
@@ -98,14 +98,14 @@ def test_an_exception_that_is_swallowed_fails(
             yield coverage
 
     monkeypatch.setattr(traces, "capture", swallowing)
-    with pytest.raises(ConformanceError, match="did not arrive"):
+    with pytest.raises(ConformanceError, match="did not reach the caller"):
         check_model(model, inputs, checks=(check,))
 
 
 def test_changed_output_bits_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = build("timm-vit-sdpa")
     answers = iter([[torch.zeros(2)], [torch.zeros(2)], [torch.full((2,), 1e-30)]])
-    monkeypatch.setattr(traces, "run", lambda *_: next(answers))
+    monkeypatch.setattr(traces, "outputs_of", lambda *_: next(answers))
     monkeypatch.setattr(traces, "capture", lambda *_: contextlib.nullcontext())
     with pytest.raises(ConformanceError, match="bits differ"):
         check_model(model, inputs, checks=(traces.check_no_trace,))

@@ -16,7 +16,7 @@ def test_blocks_are_numbered_as_the_records_are(case: Case) -> None:
     assert [block.layer for block in blocks] == list(range(len(blocks)))
     assert all(modules[block.name] is block.module for block in blocks)
     assert len({block.name for block in blocks}) == len(blocks)
-    for one in blocks:  # no block lies in another
+    for one in blocks:  # no block is inside another
         assert not any(other.name.startswith(one.name + ".") for other in blocks)
     inside = [layer for layer in case.layers if layer < len(blocks)]
     assert inside or case.name.startswith("nn-mha")
@@ -64,7 +64,7 @@ class Recurrent(nn.Module):
 
 
 class Attending(nn.Module):
-    """A layer that holds one."""
+    """A layer that contains one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,8 +11,8 @@ from sinkwise.hosts.blocks import find_blocks
 from sinkwise.hosts.layouts import token_layout
 from tests.models import CASES, Case, build, run, tensors
 
-PICTURES = [case for case in CASES if case.prefix is not None]
-pictures = pytest.mark.parametrize("case", PICTURES, ids=lambda case: case.name)
+IMAGE_CASES = [case for case in CASES if case.prefix is not None]
+images = pytest.mark.parametrize("case", IMAGE_CASES, ids=lambda case: case.name)
 
 CLASS = ("cls_token", "class_embedding", "dist_token", "distillation_token")
 REGISTER = ("reg_token", "register_tokens", "storage_tokens")
@@ -46,7 +46,7 @@ def pixels_of(inputs: Any) -> Tensor:
     return inputs["pixel_values"] if isinstance(inputs, dict) else inputs[0]
 
 
-@pictures
+@images
 def test_positions_are_where_the_parameters_act(case: Case) -> None:
     model, inputs = case.build()
     layout = token_layout(model, inputs)
@@ -70,7 +70,7 @@ def test_positions_are_where_the_parameters_act(case: Case) -> None:
         assert sorted(acted) == ([] if late else expected)
 
 
-@pictures
+@images
 def test_patches_are_in_the_order_of_the_grid(case: Case) -> None:
     model, inputs = case.build()
     layout = token_layout(model, inputs)
@@ -163,17 +163,17 @@ def test_text_without_a_beginning_has_none() -> None:
         [],
     ],
 )
-def test_neither_pictures_nor_ids_give_none(batch: Any) -> None:
+def test_neither_images_nor_ids_give_none(batch: Any) -> None:
     assert token_layout(build("llama-sdpa")[0], batch) is None
 
 
-def test_a_bare_tensor_of_pictures_or_ids_is_understood() -> None:
-    model, (pictures_,) = build("timm-vit-sdpa")
-    layout = token_layout(model, pictures_)
+def test_a_bare_tensor_of_images_or_ids_is_understood() -> None:
+    model, (pixels,) = build("timm-vit-sdpa")
+    layout = token_layout(model, pixels)
     assert layout is not None and layout.length == 16
     layout = token_layout(build("llama-sdpa")[0], IDS)
     assert layout is not None and kinds(layout.codes[0])[0] == "bos"
 
 
-def test_pictures_of_a_model_without_patches_give_none() -> None:
+def test_images_of_a_model_without_patches_give_none() -> None:
     assert token_layout(nn.Sequential(nn.Conv2d(3, 5, 3)), torch.randn(2, 3, 8, 8)) is None

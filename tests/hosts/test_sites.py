@@ -111,7 +111,7 @@ def test_heads_add_up_to_the_output(case: Case) -> None:
         if record.site is None or record.site.o is None:
             continue
         if case.name.startswith("qwen3-next"):
-            continue  # a gate lies between
+            continue  # there is a gate in between
         update = torch.einsum("hov,bhtv->bto", record.site.o, record.out)
         where = record.name.removesuffix(".self").removesuffix(".attention")
         near = [out for name, out in outputs if name.startswith(where)]
@@ -142,7 +142,7 @@ def test_no_projection_is_named_where_the_heads_are_changed_before_it() -> None:
 
 
 def _gain_of(module: nn.Module) -> Tensor | None:
-    """The gain that a norm applies, from its class: Gemma's norms store it less one."""
+    """The gain that a norm applies, by its class: Gemma's norms store gain - 1."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or "norm" not in type(module).__name__.lower():
         return None
@@ -256,7 +256,7 @@ class SelfAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projection lies beside the attention, in a module of its own."""
+    """The output projection is a separate module beside the attention."""
 
     def __init__(self, heads: int, dim: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The gate in models that are already there: no change until trained, closes, comes out again."""
+"""Gates in existing models: no change until trained, they close, and undo removes them."""
 
 import copy
 
@@ -11,7 +11,7 @@ from sinkwise.diagnosis.rules import Rules
 from sinkwise.errors import InputError
 from sinkwise.hosts.sites import attention_sites
 from sinkwise.mitigations.applying import mitigate, mitigated
-from sinkwise.mitigations.gate import CHILD, Gate, HeadGate
+from sinkwise.mitigations.gate import SUBMODULE, Gate, HeadGate
 from sinkwise.scanning.fingerprint import facts
 from tests.models import build, run, tensors
 
@@ -111,7 +111,7 @@ def test_the_factor_is_that_of_the_attention_input_before_w_o():
     model, inputs = build("timm-vit-sdpa")
     mitigate(model, Gate("elementwise", init="paper"))
     attention = model.blocks[0].attn
-    gate = getattr(attention, CHILD).proj
+    gate = getattr(attention, SUBMODULE).proj
     nn.init.normal_(gate.weight)
     seen = {}
     attention.register_forward_pre_hook(lambda m, a: seen.update(x=a[0]))
@@ -153,7 +153,7 @@ def test_timm_s_own_gate_is_the_same_function():
     plain = timm.Attention(40, 5, qkv_bias=True)
     plain.load_state_dict(own.state_dict(), strict=False)
     mitigate(plain, Gate("elementwise", init="paper"))
-    getattr(plain, CHILD).proj.load_state_dict(own.gate.state_dict())
+    getattr(plain, SUBMODULE).proj.load_state_dict(own.gate.state_dict())
     x = torch.randn(2, 7, 40)
     torch.testing.assert_close(plain(x), own(x))
 
@@ -227,7 +227,7 @@ def test_checkpointing_computes_the_same_gradients():
             r"'visual.transformer.resblocks.0.attn': its output projection is no",
         ),
         ("qwen3-next-sdpa", "output gate of its own, inside q_proj"),
-        ("timm-xcit-sdpa", "stores its weights in another way, which is unknown here"),
+        ("timm-xcit-sdpa", "its attention has an unknown layout of weights"),
     ],
 )
 def test_what_takes_no_gate_is_named_and_left_alone(name, words):
@@ -251,7 +251,9 @@ def test_a_layer_that_does_not_call_w_o_is_an_error_when_it_runs():
     attention = model.blocks[1].attn
     attention.forward = lambda x, **_: x
     mitigate(model, Gate())
-    with pytest.raises(InputError, match=r"'blocks.1.attn' ran without calling its W_O"):
+    with pytest.raises(
+        InputError, match=r"'blocks.1.attn' ran without calling its output projection"
+    ):
         outputs(model, inputs)
 
 
@@ -266,7 +268,7 @@ def test_w_o_called_on_other_tokens_is_an_error():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ((), "mitigate needs what to put in"),
+        ((), "mitigate needs at least one mitigation"),
         ((Gate(), Gate("headwise")), "'gate' was given 2 times"),
     ],
 )

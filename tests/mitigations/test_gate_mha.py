@@ -12,7 +12,7 @@ import sinkwise as sw
 from sinkwise.conformance.traces import state_of
 from sinkwise.errors import InputError
 from sinkwise.mitigations.applying import mitigate, mitigated
-from sinkwise.mitigations.gate import CHILD, Gate
+from sinkwise.mitigations.gate import SUBMODULE, Gate
 from tests.mitigations.test_gate import KINDS, gates, outputs, same_bits
 from tests.models import CASES, build, run, tensors
 
@@ -96,7 +96,7 @@ def test_the_gate_is_the_formula_in_float64(name, training, kind, heads):
     plain = copy.deepcopy(model)
     mitigate(model, Gate(kind))
     randomise(model)
-    gate = getattr(model, CHILD)
+    gate = getattr(model, SUBMODULE)
     with torch.no_grad():
         expected, weights = by_hand(plain, gate, inputs)
         found, own = run(model, inputs)
@@ -150,7 +150,9 @@ def test_in_cross_attention_x_is_the_query():
     randomise(model)
     cross, seen = model.layers[0].multihead_attn, {}
     cross.register_forward_pre_hook(lambda module, args: seen.update(x=args))
-    getattr(cross, CHILD).proj.register_forward_pre_hook(lambda m, args: seen.update(gate=args[0]))
+    getattr(cross, SUBMODULE).proj.register_forward_pre_hook(
+        lambda m, args: seen.update(gate=args[0])
+    )
     outputs(model, inputs)
     query, memory = seen["x"][0], seen["x"][1]
     assert query.shape[1] == 7 and memory.shape[1] == 13
@@ -200,7 +202,7 @@ def test_pooling_of_unknown_layout_outside_of_the_blocks_is_left_as_it_is(mitiga
     put_in = {
         name.rpartition(".")[0]
         for name, _ in model.named_modules()
-        if name.endswith((CHILD, "sink_logits"))
+        if name.endswith((SUBMODULE, "sink_logits"))
     }
     assert put_in == {"blocks.0.attn", "blocks.1.attn"}
 
@@ -230,7 +232,7 @@ def test_a_capture_holds_for_a_gated_model(name):
         for result in sw.check_model(model, inputs, on_fail="report")
         if result.status == "failed"
     ]
-    # The output projection is no linear map of the heads any more; everything else holds.
+    # The output projection is no longer a linear map of the heads; all other checks pass.
     assert {result.check for result in failed} <= {"output_projection"}, failed
 
 
@@ -242,7 +244,7 @@ def test_a_failure_inside_leaves_no_mode_behind(error):
     def stop(*_):
         raise error
 
-    getattr(model, CHILD).register_forward_pre_hook(stop)
+    getattr(model, SUBMODULE).register_forward_pre_hook(stop)
     with pytest.raises(error):
         run(model, inputs)
     assert torch._C._len_torch_function_stack() == 0
@@ -253,7 +255,9 @@ def test_a_layer_that_does_not_multiply_by_w_o_is_an_error_when_it_runs():
     attention = model.layers[1].self_attn
     attention.forward = lambda query, *_, **__: (query, None)
     mitigate(model, Gate())
-    with pytest.raises(InputError, match=r"'layers.1.self_attn' multiplied 0 times by its W_O"):
+    with pytest.raises(
+        InputError, match=r"'layers.1.self_attn' multiplied 0 times by its output projection"
+    ):
         outputs(model, inputs)
 
 
@@ -262,5 +266,5 @@ def test_w_o_on_other_tokens_is_an_error():
     out_proj = model.out_proj
     model.forward = lambda query, *_, **__: (out_proj(query), None)
     mitigate(model, Gate())
-    with pytest.raises(InputError, match="needs the query input of W_O's"):
+    with pytest.raises(InputError, match="needs the query input with one row per token"):
         outputs(model, inputs)

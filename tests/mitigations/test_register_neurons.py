@@ -17,8 +17,8 @@ from sinkwise.mitigations.neuron_search import _Search, find_register_neurons
 from sinkwise.mitigations.register_neurons import (
     RegisterNeurons,
     down_projections,
-    moved_to_first,
-    written,
+    move_to_first_token,
+    write_directions,
 )
 from sinkwise.mitigations.registers import Registers
 from tests.models import build, ids
@@ -58,12 +58,12 @@ MODELS = {
     "open_clip": open_clip_tower,
 }
 WIDE = ("timm", "timm with registers and LayerScale", "transformers ViT")
-"""Those that take a picture of 24 by 40."""
+"""Models of images of 24 by 40 pixels."""
 BLOCK = 1
 
 
 def pictures(name, batch=4, bright=9.0):
-    """Pictures in which one patch of each, another one each time, is bright; and which one."""
+    """Images with one bright patch each, at a different position in each; and the positions."""
     torch.manual_seed(5)
     rows, columns = GRID if name in WIDE else (3, 3)
     x = torch.randn(batch, 3, rows * PATCH, columns * PATCH) * 0.1
@@ -77,13 +77,13 @@ def pictures(name, batch=4, bright=9.0):
 
 
 def plant(name):
-    """A model, the pictures, and the number of tokens before its patches."""
+    """A model, its images, and the number of tokens before its patches."""
     model, (x, places) = MODELS[name](), pictures(name)
     return model, x, plant_in(model, x, places)
 
 
 def plant_in(model, x, places):
-    """Make neuron (BLOCK, NEURON) write a huge vector at the bright patch of each picture.
+    """Make neuron (BLOCK, NEURON) write a huge vector at the bright patch of each image.
 
     The neuron looks along the difference between the normed streams of bright and dark patches.
     """
@@ -141,7 +141,7 @@ def test_the_planted_neuron_is_found_and_its_outliers_leave_the_patches(name):
     found = find_register_neurons(model, [x[:3], x[3:]])
     assert state_of(model) == before
     assert found.neurons[0] == (BLOCK, NEURON) and found.prefix == prefix
-    assert f"4 of 4 images behind block {BLOCK}" in found.evidence
+    assert f"4 of 4 images after block {BLOCK}" in found.evidence
     handle = mitigate(model, RegisterNeurons(((BLOCK, NEURON),), prefix))
     after = norms(model, x, BLOCK)
     assert after.shape == plain.shape
@@ -153,7 +153,7 @@ def test_the_planted_neuron_is_found_and_its_outliers_leave_the_patches(name):
     torch.testing.assert_close(
         after[:, prefix:], norms(silent, x, BLOCK)[:, prefix:], rtol=0.3, atol=0.3
     )
-    with pytest.raises(InputError, match="has registers: look at the plain model"):
+    with pytest.raises(InputError, match="has registers already; call undo"):
         find_register_neurons(model, [x])
     handle.undo()
     assert state_of(model) == before and torch.equal(norms(model, x, BLOCK), plain)
@@ -182,7 +182,7 @@ def test_each_neuron_apart_by_hand():
             [[0.0, 0, 0], [9, 9, 9], [8, 0, -1], [0, 0, -2], [0, -1, 0]],
         ]
     )
-    found = moved_to_first(acts, [0, 1], start=2)
+    found = move_to_first_token(acts, [0, 1], start=2)
     assert found[0].tolist() == [[-3, -5, 0], [9, 9, 9], [0, 0, 2], [0, 0, 2], [0, 0, 7]]
     assert found[1].tolist() == [[8, -1, 0], [9, 9, 9], [0, 0, -1], [0, 0, -2], [0, 0, 0]]
     assert acts[0, 3, 0] == -3  # the model's own tensor is left alone
@@ -218,7 +218,7 @@ def test_the_share_is_that_of_the_norm():
     here = [neuron for number, neuron in found.neurons if number == BLOCK]
     assert here == [n for n in shares.argsort(descending=True).tolist() if shares[n] >= 0.01]
     assert f"the first {shares.max():.0%}" in found.evidence
-    torch.testing.assert_close(written(block, layer).double(), write)
+    torch.testing.assert_close(write_directions(block, layer).double(), write)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -227,7 +227,7 @@ def test_a_model_without_outliers_says_so_and_stays_as_it_is(name):
     found = find_register_neurons(model, [x])
     assert found.neurons == () and "no outliers: 0 of 4 images" in found.evidence
     before, plain = state_of(model), leading(model(x))
-    with pytest.warns(UserWarning, match="nothing was put in: no outliers: 0 of 4"):
+    with pytest.warns(UserWarning, match="nothing was inserted: no outliers: 0 of 4"):
         handle = mitigate(model, found)
     assert torch.equal(leading(model(x)), plain)
     handle.undo()
@@ -237,7 +237,7 @@ def test_a_model_without_outliers_says_so_and_stays_as_it_is(name):
 def test_outliers_that_no_neuron_makes():
     model, x, _ = plant("timm")
     found = find_register_neurons(model, [x], neuron_share=1.0)
-    assert found.neurons == () and "no neuron makes 100% of their norm" in found.evidence
+    assert found.neurons == () and "no neuron causes 100% of their norm" in found.evidence
 
 
 def test_as_many_neurons_as_asked_for():
@@ -298,15 +298,15 @@ def test_unusable_options_are_named(options, words):
 
 def test_unusable_models_and_inputs_are_named():
     model, inputs = build("bert-sdpa")
-    with pytest.raises(InputError, match="on patches: give pictures"):
+    with pytest.raises(InputError, match="inputs has no patches"):
         find_register_neurons(model, [inputs])
     causal, _ = build("gpt2-sdpa")
     with pytest.raises(InputError, match="is a GPT2Block"):
         find_register_neurons(causal, [ids()])
     model, (x,) = build("timm-vit-sdpa")
-    with pytest.raises(InputError, match="inputs holds no pictures"):
+    with pytest.raises(InputError, match="inputs has no images"):
         find_register_neurons(model, [])
-    with pytest.raises(InputError, match="give pictures"):
+    with pytest.raises(InputError, match="give images to a model"):
         find_register_neurons(model, [x[0]])
     with pytest.raises(InputError, match="training mode"):
         find_register_neurons(model.train(), [x])
@@ -316,7 +316,7 @@ def test_unusable_models_and_inputs_are_named():
 def test_neurons_that_are_not_there(neurons):
     model, _ = build("timm-vit-sdpa")
     before = state_of(model)
-    with pytest.raises(InputError, match="is not there: VisionTransformer has 2 blocks with 160"):
+    with pytest.raises(InputError, match="does not exist: VisionTransformer has 2 blocks with 160"):
         mitigate(model, RegisterNeurons(neurons, 1))
     assert state_of(model) == before
 
@@ -329,6 +329,6 @@ def test_a_negative_prefix_is_refused():
 def test_learned_registers_and_these_are_two_answers():
     model, _ = build("timm-vit-sdpa")
     before = state_of(model)
-    with pytest.raises(InputError, match="one kind of them is right"):
+    with pytest.raises(InputError, match="give Registers or RegisterNeurons, not both"):
         mitigate(model, Registers(2), RegisterNeurons(((0, 1),), 1))
     assert state_of(model) == before

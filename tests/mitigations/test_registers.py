@@ -1,4 +1,4 @@
-"""Registers in models that are already there: seen by every block, by no read-out, and undone."""
+"""Registers in existing models: seen by every block, by no output, and undone."""
 
 import copy
 import gc
@@ -14,11 +14,11 @@ from sinkwise.conformance import check_model
 from sinkwise.conformance.traces import state_of
 from sinkwise.core.layout import KINDS
 from sinkwise.errors import InputError
-from sinkwise.hosts.hidden import behind
+from sinkwise.hosts.hidden import remembered
 from sinkwise.hosts.layouts import token_layout
 from sinkwise.mitigations.applying import mitigate, mitigated
 from sinkwise.mitigations.gate import Gate
-from sinkwise.mitigations.prepended_tokens import longer_mask
+from sinkwise.mitigations.prepended_tokens import extended_mask
 from sinkwise.mitigations.registers import Registers
 from tests.models import build, pixels, run, tensors
 
@@ -152,18 +152,18 @@ def test_padding_changes_nothing(kernel):
 def test_masks_of_every_form():
     allowed = torch.tensor([[True, True, False]])
     full = torch.tensor([[True, False, False], [True, True, False], [False, True, False]])
-    assert longer_mask(allowed, 2, 3, "attention_mask").tolist() == [[True] * 4 + [False]]
-    rows = longer_mask(full[None, None], 1, 3, "attention_mask")[0, 0]
+    assert extended_mask(allowed, 2, 3, "attention_mask").tolist() == [[True] * 4 + [False]]
+    rows = extended_mask(full[None, None], 1, 3, "attention_mask")[0, 0]
     assert rows.tolist() == [[True, True, True, False], *([True, *r] for r in full.tolist())]
     added = torch.zeros(3, 3).masked_fill(~full, -torch.inf)
-    rows = longer_mask(added, 1, 3, "attn_mask")
+    rows = extended_mask(added, 1, 3, "attn_mask")
     assert (rows == 0).tolist() == [[True, True, True, False], *([True, *r] for r in full.tolist())]
-    key = longer_mask(added[None, None, :1], 1, 3, "attention_mask")
+    key = extended_mask(added[None, None, :1], 1, 3, "attention_mask")
     assert key.shape == (1, 1, 1, 4) and (key[..., 0] == 0).all()
-    assert longer_mask(torch.tensor([[1, 0, 0]] * 3), 1, 3, "attention_mask").shape == (3, 4)
+    assert extended_mask(torch.tensor([[1, 0, 0]] * 3), 1, 3, "attention_mask").shape == (3, 4)
     for odd in (torch.ones(1, 2), "mask"):
-        with pytest.raises(InputError, match="whose last size is the 3 tokens"):
-            longer_mask(odd, 1, 3, "attn_mask")
+        with pytest.raises(InputError, match="whose last size is the number of tokens, 3"):
+            extended_mask(odd, 1, 3, "attn_mask")
 
 
 def test_a_mask_of_timms_is_taken_along():
@@ -219,7 +219,7 @@ def test_nothing_is_kept_alive():
     mitigate(model, Registers(COUNT))
     stream = torch.randn(2, 16, 40, requires_grad=True)  # a leaf is in its own graph
     out = model.blocks(stream)
-    kept = [weakref.ref(tensor) for tensor in (stream, out, behind(out))]
+    kept = [weakref.ref(tensor) for tensor in (stream, out, remembered(out))]
     del stream, out
     gc.collect()
     assert [ref() for ref in kept] == [None] * 3
@@ -258,7 +258,7 @@ def test_saved_and_loaded(tmp_path, name):
 
 
 def test_a_scan_counts_them_as_registers():
-    """A register that shouts draws the attention, and the scan says so in every head."""
+    """A register with a large norm draws attention, and the scan finds it in every head."""
     model, inputs = build("timm-vit-sdpa")
     mitigate(model, Registers(2))
     with torch.no_grad():
@@ -276,7 +276,7 @@ def test_a_scan_counts_them_as_registers():
     assert len(first) > 0
     assert set(first["token"]) == {1} and set(first["kind"]) == {"register"}
     assert (first["token_norm_ratio"] > 10).all()
-    # The stream that is measured around a block is the one that the block sees.
+    # The residual stream is measured on the tokens that the block sees.
     loudest = model.registers.tokens.norm(dim=-1).max().item()
     assert scan.layers["token_norm_max"][0] == pytest.approx(loudest, rel=0.05)
 
@@ -291,11 +291,11 @@ def test_a_scan_of_padded_sentences():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpt2-sdpa", "'transformer.h.0' is a GPT2Block.*learns its sink on its first token"),
+        ("gpt2-sdpa", "'transformer.h.0' is a GPT2Block.*sink is usually the first token"),
         ("llama-sdpa", "is a LlamaDecoderLayer.*in a causal model"),
-        ("clip-sdpa", "blocks in several places; give the one part"),
-        ("timm-swin-sdpa", "several places"),
-        ("timm-beit-sdpa", "'blocks.0' is a Block.*tokens in front do not move"),
+        ("clip-sdpa", "several lists of blocks; give one part"),
+        ("timm-swin-sdpa", "several lists"),
+        ("timm-beit-sdpa", "'blocks.0' is a Block.*prepended tokens do not shift"),
         ("beit-sdpa", "is a BeitLayer"),
     ],
 )
@@ -308,7 +308,7 @@ def test_what_takes_no_registers_is_named_and_left_alone(name, words):
 
 
 def test_one_tower_of_two():
-    """Registers in the vision tower are in the layout of pictures, not of the text beside them."""
+    """Registers in the vision tower are in the layout of images, not of the text."""
     model, inputs = build("clip-sdpa")
     text = {"input_ids": inputs["input_ids"]}
     before = token_layout(model, text).length
@@ -364,7 +364,7 @@ def test_tokens_first_is_refused():
     model = open_clip_tower()
     for block in model.transformer.resblocks:
         block.attn.batch_first = False
-    with pytest.raises(InputError, match="batch_first=True is right"):
+    with pytest.raises(InputError, match="build it with batch_first=True"):
         mitigate(model, Registers())
 
 

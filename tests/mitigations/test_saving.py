@@ -54,7 +54,7 @@ def bert(tmp_path):
 
 
 def rewrite(folder, change):
-    """Save the folder's file again, its tensors and facts changed."""
+    """Rewrite the folder's file with changed tensors and metadata."""
     state = load_file(folder / WEIGHTS)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         facts = json.loads(file.metadata()[KEY])
@@ -96,7 +96,7 @@ def test_what_timm_forgot_is_asked_for(tmp_path):
     options = {"img_size": 32, "depth": 2}
     model = timm_model(**options)
     handle = mitigate(model, Gate())
-    with pytest.raises(InputError, match=r"makes another model.*timm_options=\{"):
+    with pytest.raises(InputError, match=r"builds a different model.*timm_options=\{"):
         handle.save(tmp_path / "model")
     assert not list(tmp_path.iterdir())
     handle.save(tmp_path / "model", timm_options=options)
@@ -142,21 +142,24 @@ def test_the_dtype_is_the_one_asked_for(tmp_path):
     ("change", "words"),
     [
         (lambda state, facts: state.pop("pooler.dense.bias"), r"lacks 'pooler.dense.bias' \(1 in"),
-        (lambda state, facts: state.update(more=torch.ones(1)), "has too 'more'"),
+        (lambda state, facts: state.update(more=torch.ones(1)), "also has 'more'"),
         (
             lambda state, facts: state.update({"pooler.dense.bias": torch.ones(3)}),
-            "has in another shape 'pooler.dense.bias'",
+            "has in a different shape 'pooler.dense.bias'",
         ),
         (
             lambda state, facts: facts.update(mitigations=[{"name": "gate", "kind": "headwise"}]),
-            "has in another shape '.*output_gate",
+            "has in a different shape '.*output_gate",
         ),
         (
             lambda state, facts: state.update({"pooler.dense.bias": torch.full((40,), torch.nan)}),
             "has NaN in 'pooler.dense.bias'",
         ),
         (lambda state, facts: facts.update(mitigations=[{"name": "spell"}]), "'spell' is none of"),
-        (lambda state, facts: facts.update(format=9), "has format 9, and this sinkwise reads 1"),
+        (
+            lambda state, facts: facts.update(format=9),
+            "has format 9, and this version of sinkwise reads format 1",
+        ),
         (
             lambda state, facts: facts["model"].update({"class": "BertForMinds"}),
             "has no model 'BertForMinds'",
@@ -223,13 +226,13 @@ def test_an_empty_folder_is_taken_and_is_everybodys_to_read(tmp_path):
 def test_models_that_cannot_be_made_again_are_named(tmp_path):
     model, _ = build("timm-vit-sdpa")  # the class called by hand, not timm.create_model
     handle = mitigate(model, Gate())
-    with pytest.raises(InputError, match="VisionTransformer can be saved if"):
+    with pytest.raises(InputError, match="VisionTransformer cannot be rebuilt"):
         handle.save(tmp_path / "model")
     vit, _ = build("vit-sdpa")
-    with pytest.raises(InputError, match=r"timm_options=.*ViTModel is no model of timm"):
+    with pytest.raises(InputError, match=r"timm_options=.*ViTModel is not a model of timm"):
         mitigate(vit, Gate()).save(tmp_path / "model", timm_options={"depth": 2})
     own = type("Own", (type(vit),), {})(vit.config)
-    with pytest.raises(InputError, match="Own is not among transformers' own classes"):
+    with pytest.raises(InputError, match="Own is not one of transformers' own classes"):
         mitigate(own, Gate()).save(tmp_path / "model")
     assert not list(tmp_path.iterdir())
 

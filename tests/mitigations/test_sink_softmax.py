@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from sinkwise.errors import InputError
-from sinkwise.mitigations.sink_softmax import Denominator
+from sinkwise.mitigations.sink_softmax import SinkSoftmaxMode
 
 HEADS = 6
 LOGIT = torch.tensor([-1.0, 0.0, 0.5, 2.0, -3.0, 40.0], dtype=torch.float64)
@@ -29,11 +29,11 @@ def drawn(queries=5, keys=5, kv_heads=HEADS, batch=2):
 
 
 def fused(*args, count=1, **kwargs):
-    mode = Denominator("attn", LOGIT)
+    mode = SinkSoftmaxMode("attn", LOGIT)
     with mode:
         for _ in range(count):
             out = F.scaled_dot_product_attention(*args, **kwargs)
-    mode.done()
+    mode.finish()
     return out
 
 
@@ -116,7 +116,7 @@ def test_queries_that_are_not_those_of_its_heads_are_an_error(shape):
 
 def test_causal_beside_a_mask_is_an_error_as_in_torch():
     q, k, v = drawn()
-    with pytest.raises(InputError, match="is_causal=True beside an attn_mask"):
+    with pytest.raises(InputError, match="is_causal=True with an attn_mask"):
         fused(q, k, v, attn_mask=torch.ones(5, 5).bool(), is_causal=True)
 
 
@@ -135,16 +135,16 @@ SOFTMAX = {
 def test_every_way_to_write_a_softmax(way):
     scores = torch.randn(2, HEADS, 5, 7, dtype=torch.float64)
     scores[1, :, 2] = -math.inf
-    mode = Denominator("attn", LOGIT)
+    mode = SinkSoftmaxMode("attn", LOGIT)
     with mode:
         found = SOFTMAX[way](scores)
-    mode.done()
+    mode.finish()
     torch.testing.assert_close(found, weights_by_hand(scores))
 
 
 def test_batch_and_heads_in_one_axis_as_torch_s_own_attention_has_them():
     scores = torch.randn(2, HEADS, 5, 7, dtype=torch.float64)
-    mode = Denominator("attn", LOGIT)
+    mode = SinkSoftmaxMode("attn", LOGIT)
     with mode:
         found = F.softmax(scores.flatten(0, 1), dim=-1)
     torch.testing.assert_close(found.unflatten(0, (2, HEADS)), weights_by_hand(scores))
@@ -153,7 +153,7 @@ def test_batch_and_heads_in_one_axis_as_torch_s_own_attention_has_them():
 def test_the_dtype_of_a_softmax_is_that_of_its_logits():
     scores = torch.randn(2, HEADS, 5, 7).to(torch.bfloat16)
     logit = LOGIT + 1 / 3  # which bfloat16 would round
-    mode = Denominator("attn", logit)
+    mode = SinkSoftmaxMode("attn", logit)
     with mode:
         found = F.softmax(scores, dim=-1, dtype=torch.float64)
     torch.testing.assert_close(found, weights_by_hand(scores.double(), logit))
@@ -163,7 +163,7 @@ def test_the_dtype_of_a_softmax_is_that_of_its_logits():
 def test_logits_of_any_size_are_finite_in_half_precision(sink):
     scores = torch.randn(2, HEADS, 5, 7).half()
     scores[:, :, 0] = -math.inf
-    mode = Denominator("attn", torch.full((HEADS,), sink, dtype=torch.float16))
+    mode = SinkSoftmaxMode("attn", torch.full((HEADS,), sink, dtype=torch.float16))
     with mode:
         found = scores.float().softmax(-1)
     assert found.isfinite().all() and (found[:, :, 0] == 0).all()
@@ -183,12 +183,12 @@ def test_other_softmaxes_are_left_alone_and_not_counted(call):
     torch.manual_seed(2)
     plain = call()
     torch.manual_seed(2)
-    mode = Denominator("attn", LOGIT)
+    mode = SinkSoftmaxMode("attn", LOGIT)
     with mode:
         found = call()
     assert torch.equal(found, plain)
-    with pytest.raises(InputError, match="'attn' ran 0 softmaxes that its sink logits could join"):
-        mode.done()
+    with pytest.raises(InputError, match="'attn' ran 0 softmaxes that its sink logits can join"):
+        mode.finish()
 
 
 def test_two_in_one_run_are_an_error():

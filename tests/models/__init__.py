@@ -1,4 +1,4 @@
-"""Small models of every family at random weights, built from their configurations: no download.
+"""Small models of every family at random weights, built from their configurations, not downloaded.
 
 `CASES` lists them; `case.build()` seeds, builds and returns (model in eval mode, inputs), the
 inputs being a tuple of positional arguments or a dict of keyword arguments.

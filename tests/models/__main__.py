@@ -1,4 +1,4 @@
-"""The table of architectures in docs/architectures.md, as `check_model` finds them:
+"""The table of architectures in docs/architectures.md, from `check_model`:
 
     python -m tests.models > docs/architectures.md
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from sinkwise.capturing.capture import capture
-from sinkwise.conformance import CHECKS, Sample, check_model, observe
+from sinkwise.conformance import CHECKS, Observation, check_model, observe
 from sinkwise.core.records import AttentionRecord, AttentionSite
 from sinkwise.errors import CaptureError
 from sinkwise.interception.flex import is_flex
@@ -33,33 +33,38 @@ LIBRARIES = {
 
 HEAD = """# Architectures
 
-What `sinkwise.conformance.check_model` finds for each small model of `tests/models`, built at
-random weights from its configuration
-({versions}).
-Made by
+![Number of architectures by library](architectures.png)
+
+**Every check passes for every architecture below**, on small models built at random weights from
+their configurations: bit-equal outputs, records that reproduce the model's own output, shapes,
+probabilities, causality, key/value heads, output projections, layer numbers, and no trace left in
+the model, also after an exception in the callback or in the model (`flex`: all except the checks
+for traces). `sinkwise.check_model` runs the same checks on your own model.
+
+- **kernels**: the attention implementations that the model can be set to; each was captured and
+  gave the same calls.
+- **calls**: softmax attention calls in one forward pass. **causal**: how many of them were found to
+  be causal by changing the last token (empty for images).
+- **map from**: `fields` if queries, keys, scale, mask, cap and sink logit determine the attention
+  map; `map` if only the model's own map does (talking heads).
+- **sites**: whether the weights of each head are known from a `layout`, `measured` from the
+  Jacobian, or unknown (`none`).
+- **silent blocks**: blocks without softmax attention, as `Coverage.silent` lists them.
+
+The table is made by
 
     python -m tests.models > docs/architectures.md
 
-Every check passes for every row: bit-equal outputs, records that give the model's own output,
-shapes, probabilities, causality, key/value heads, output projections, layer numbers, no trace left,
-also after an exception in the callback or in the model (`flex`: all but the checks for traces).
+with {versions}.
 
-- **kernels**: how the model can be told to attend; each was captured and gave the same calls.
-- **calls**: softmax attention calls of one forward pass; **causal**: how many of them were found to
-  be so by changing the last token (empty for pictures).
-- **told by**: `fields` where q, k, scale, mask, cap and sink logit give the whole map; `map` where
-  only the model's own map does (talking heads).
-- **sites**: the weights of each head by a known `layout`, `measured` from the Jacobian, or `none`.
-- **silent blocks**: blocks without softmax attention, as `Coverage.silent` names them.
-
-| name | class | library | kernels | calls | causal | told by | sites | silent blocks | notes |
+| name | class | library | kernels | calls | causal | map from | sites | silent blocks | notes |
 |---|---|---|---|---:|---:|---|---|---|---|
 """
 
 TAIL = """
 ## No softmax attention
 
-`capture` raises CaptureError for these, and makes no record.
+`capture` raises CaptureError for these and makes no record.
 
 | architecture | class | library |
 |---|---|---|
@@ -67,7 +72,7 @@ TAIL = """
 
 
 def names() -> list[str]:
-    """All architectures, without their kernels."""
+    """All architectures, without kernels."""
     return list(dict.fromkeys(architecture(case.name) for case in CASES + EXTRA))
 
 
@@ -86,7 +91,7 @@ def row(name: str) -> str:
     counts = {len(sample.records) for _, sample, _ in found.values()}
     assert len(counts) == 1, f"{name}: the kernels differ in their calls: {counts}"
     records = sample.records
-    told = Counter("fields" if record.faithful else "map" for record in records)
+    sources = Counter("fields" if record.faithful else "map" for record in records)
     cells = [
         name,
         type(model).__name__.lstrip("_"),
@@ -94,7 +99,7 @@ def row(name: str) -> str:
         ", ".join(found),
         str(len(records)),
         causal,
-        shares(told),
+        shares(sources),
         shares(Counter(sites(sample).values())),
         ", ".join(f"`{block}`" for block in sample.coverage.silent),
         "; ".join(notes(records)),
@@ -103,22 +108,22 @@ def row(name: str) -> str:
 
 
 def kernel(case: Case) -> str:
-    """How the case attends, by its name."""
+    """The kernel of a case, by its name."""
     end = case.name.rpartition("-")[2]
     return end if end in ("sdpa", "eager") else "torch's own"
 
 
 def shares(counts: Counter) -> str:
-    """One word where all agree, else how many of each."""
+    """One word if all agree, or else how many of each."""
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(f"{word} ({count})" for word, count in counts.items())
 
 
 def flexible(case: Case) -> bool:
-    """Whether the case's model can be set to FlexAttention and runs with it, uncompiled, here.
+    """Whether the model can be set to FlexAttention and runs with it, uncompiled, on this machine.
 
-    transformers has no sink logits with it on a CPU, and T5's bias only for one sample.
+    On a CPU, transformers supports no sink logits with it, and T5's bias only for one sample.
     """
     model, inputs = case.build()
     if not getattr(model, "_supports_flex_attn", False):
@@ -133,7 +138,7 @@ def flexible(case: Case) -> bool:
 
 
 class Watch(TorchFunctionMode):
-    """Whether FlexAttention's operator was called: some models ignore what they are set to."""
+    """Whether FlexAttention's operator was called: some models ignore the setting."""
 
     seen = False
 
@@ -144,8 +149,8 @@ class Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def observed(case: Case, flex: bool = False) -> tuple[nn.Module, Sample, str]:
-    """(model, what was observed, how many calls are causal); raises where a check fails."""
+def observed(case: Case, flex: bool = False) -> tuple[nn.Module, Observation, str]:
+    """(model, observation, number of causal calls). Raises ConformanceError if a check fails."""
     model, inputs = case.build()
     checks = CHECKS
     if flex:
@@ -157,13 +162,13 @@ def observed(case: Case, flex: bool = False) -> tuple[nn.Module, Sample, str]:
     return model, observe(model, inputs), count
 
 
-def sites(sample: Sample) -> dict[str, str]:
-    """How the weights of each attention module are known."""
-    return {record.name: way(sample.sites.get(record.name)) for record in sample.records}
+def sites(observation: Observation) -> dict[str, str]:
+    """How the weights of each attention module were found."""
+    return {record.name: way(observation.sites.get(record.name)) for record in observation.records}
 
 
 def way(site: AttentionSite | None) -> str:
-    """How the weights of one attention module are known."""
+    """How the weights of one attention module were found."""
     if site is None or (site.q is None and site.v is None):
         return "none"
     return "measured" if site.source == "jacobian" else site.source
@@ -174,9 +179,9 @@ def notes(records: list[AttentionRecord]) -> list[str]:
     found = []
     groups = {record.group for record in records} - {1}
     if groups:
-        found.append(f"{', '.join(map(str, sorted(groups)))} query heads a key/value head")
+        found.append(f"{', '.join(map(str, sorted(groups)))} query heads per key/value head")
     if any(record.q.shape[2] != record.k.shape[2] for record in records):
-        found.append("other keys than queries")
+        found.append("more or fewer keys than queries")
     if any(record.mask.window is not None for record in records):
         found.append("sliding window")
     if any(record.softcap is not None for record in records):
@@ -186,22 +191,22 @@ def notes(records: list[AttentionRecord]) -> list[str]:
     if any(record.mask.additive is not None and biased(record) for record in records):
         found.append("bias")
     if any(record.v.shape[3] != record.k.shape[3] for record in records):
-        found.append("values of another width")
+        found.append("values of a different width")
     if len({record.name for record in records}) < len(records):
         found.append("modules run more than once")
     return found
 
 
 def biased(record: AttentionRecord) -> bool:
-    """Whether a mask adds something to the scores that it shows."""
+    """Whether a mask adds anything to scores that it does not mask."""
     bias = record.mask.additive
     assert bias is not None
-    shown = bias > torch.finfo(bias.dtype).min / 2
-    return bool((bias[shown] != 0).any())
+    visible = bias > torch.finfo(bias.dtype).min / 2
+    return bool((bias[visible] != 0).any())
 
 
 def without() -> list[str]:
-    """Lines of models that have no softmax attention."""
+    """Table rows of models without softmax attention."""
     lines = []
     for name, make in {**NO_ATTENTION, **STATE_SPACE}.items():
         model, inputs = make()

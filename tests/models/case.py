@@ -1,4 +1,4 @@
-"""What the table of small models says about each, and the inputs they share."""
+"""One row of the table of small models, and the inputs that rows share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,41 +14,41 @@ GRID = (IMAGE[0] // PATCH, IMAGE[1] // PATCH)
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One model: how it is built and what capture must find in it."""
+    """One model: how to build it, and what a capture must find in it."""
 
     name: str
     make: Callable[[], tuple[nn.Module, Any]]
     layers: tuple[int, ...]
-    """The layer of each record of one forward pass, in order; its length is their number."""
+    """The layer of each record of one forward pass, in order."""
     causal: tuple[bool, ...] | bool = False
-    """Whether each record's map is zero above the diagonal."""
+    """Whether each record's map is 0 above the diagonal."""
     linear: str = "qkvo"
-    """Which projections are linear in the attention module's input, so that sites can be tested."""
+    """Projections that are linear in the module's input, so that their sites can be tested."""
     faithful: tuple[bool, ...] | bool = True
-    """False where q, k, scale and mask cannot tell the whole score."""
+    """False if q, k, scale and mask do not determine the scores."""
     residual: tuple[bool, ...] | bool = True
-    """Whether the block's input has each record's batch and queries, and so is its residual."""
+    """Whether the block's input has the record's batch and queries, and so is its residual."""
     prefix: tuple[str, ...] | None = None
-    """Kinds before the patches, for pictures in a sequence."""
+    """Kinds of the tokens before the patches, for images in a sequence."""
     suffix: int = 0
     fast_path: bool = False
-    """True where torch's fast path, avoided while capturing, rounds differently."""
+    """True if torch's fast path, which capture avoids, rounds differently."""
     silent: int = 0
     """Blocks without softmax attention: linear attention, state-space layers, convolutions."""
     grouped: int = 1
     """Query heads per key/value head."""
 
     def each(self, fact: str) -> tuple[Any, ...]:
-        """A fact of every record."""
+        """A field, for every record."""
         value = getattr(self, fact)
         return value if isinstance(value, tuple) else (value,) * len(self.layers)
 
     def build(self) -> tuple[nn.Module, Any]:
-        """(model, inputs), the same at each call."""
+        """The same (model, inputs) at each call."""
         torch.manual_seed(11)
         model, inputs = self.make()
         with torch.no_grad():
-            for parameter in model.parameters():  # zero-initialised parts would hide mistakes
+            for parameter in model.parameters():  # zero-initialized parts would mask errors
                 if parameter.dim() < 2 or float(parameter.abs().max()) < 1e-2:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
         return model.eval(), inputs
@@ -58,21 +58,21 @@ CASES: list[Case] = []
 """Filled by the modules of this package."""
 
 EXTRA: list[Case] = []
-"""Models that conform, but whose sites no layout tells in full (weights or the norm before)."""
+"""Models that pass the checks, but whose sites are only partly known (weights or norm)."""
 
 
 def add(name: str, make: Callable, layers: tuple[int, ...], **facts: Any) -> None:
-    """A row of the table; `extra` for one whose sites are not told in full."""
+    """Add a row to the table; `extra` for one whose sites are only partly known."""
     (EXTRA if facts.pop("extra", False) else CASES).append(Case(name, make, layers, **facts))
 
 
 def run(model: nn.Module, inputs: Any) -> Any:
-    """The model's answer to a tuple or a dict of inputs."""
+    """The model's output for a tuple or a dict of inputs."""
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
 def tensors(out: Any) -> list[Tensor]:
-    """All tensors of an answer, in order."""
+    """All tensors of an output, in order."""
     if isinstance(out, Tensor):
         return [out]
     if isinstance(out, dict):
@@ -83,7 +83,7 @@ def tensors(out: Any) -> list[Tensor]:
 
 
 def pixels(size: tuple[int, int] = IMAGE) -> Tensor:
-    """A batch of pictures."""
+    """A batch of images."""
     return torch.randn(BATCH, 3, *size)
 
 

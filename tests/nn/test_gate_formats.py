@@ -62,10 +62,10 @@ def test_dtype_is_kept():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"qk_norm": True, "norm_layer": torch.nn.LayerNorm}, "attention.q_norm has no place"),
-        ({"scale_norm": True, "norm_layer": torch.nn.LayerNorm}, "attention.norm has no place"),
+        ({"qk_norm": True, "norm_layer": torch.nn.LayerNorm}, "attention.q_norm is a LayerNorm"),
+        ({"scale_norm": True, "norm_layer": torch.nn.LayerNorm}, "attention.norm is a LayerNorm"),
         ({"proj_drop": 0.5}, "attention.proj_drop=0.5 must be 0"),
-        ({"dim_out": 16}, "attention.proj makes 16 channels, not 15"),
+        ({"dim_out": 16}, "attention.proj has 16 output channels.* must have 15"),
     ],
 )
 def test_what_ours_has_not(options, message):
@@ -81,9 +81,9 @@ def test_another_class_of_timm():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"num_kv_heads": 1}, "num_kv_heads=1 must be num_heads"),
+        ({"num_kv_heads": 1}, "num_kv_heads=1 must equal num_heads=3"),
         ({"softmax": "learnable"}, "softmax='learnable' must be 'vanilla'"),
-        ({"is_causal": True}, "is_causal=True has no place"),
+        ({"is_causal": True}, "is_causal=True cannot be stored"),
     ],
 )
 def test_what_timm_has_not(options, message):
@@ -135,7 +135,7 @@ def test_qwen(bias):
     run, module = qwen(bias)
     query, gate = split_query_gate(module.q_proj, 6)
     wanted, _ = run(tokens())
-    # Their layer with a gate that is open (sigmoid(40) = 1) tells what the heads are.
+    # The heads, from their layer with an open gate (sigmoid(40) = 1).
     wide_open = OutputGate(48, 6, in_dim=15)
     torch.nn.init.zeros_(wide_open.proj.weight)
     torch.nn.init.constant_(wide_open.proj.bias, 40.0)
@@ -163,7 +163,7 @@ def test_splitting_leaves_the_random_state_alone():
 
 
 def test_what_does_not_fit():
-    with pytest.raises(InputError, match=r"q_proj makes 48 channels, no multiple of 2 .*=5"):
+    with pytest.raises(InputError, match=r"q_proj has 48 output channels.*2 \* num_heads=10"):
         split_query_gate(torch.nn.Linear(15, 48), 5)
     gate = OutputGate(24, 3, in_dim=15)
     with pytest.raises(InputError, match="gate has 24 channels, the queries 12"):

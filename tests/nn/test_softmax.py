@@ -25,7 +25,7 @@ def of_heads(kind):
 
 
 def scores(**options):
-    """A case, and its scores with -inf where hidden."""
+    """A case, and its scores with -inf where masked."""
     case = make(**options)
     found = case.q @ case.k.mT * case.scale
     return case, found.masked_fill(~torch.from_numpy(case.visible), -math.inf)
@@ -102,9 +102,9 @@ def test_half_precision_is_computed_in_float32():
 
 def test_unusable_kinds_are_named():
     x = torch.zeros(1, 3, 2, 2)
-    with pytest.raises(InputError, match="sink None must be one logit for each of 3 heads"):
+    with pytest.raises(InputError, match=r"sink None must be \(3,\), one logit per head"):
         softmax(x, "learnable")
-    with pytest.raises(InputError, match=r"sink \(2,\) must be one logit for each of 3 heads"):
+    with pytest.raises(InputError, match=r"sink \(2,\) must be \(3,\), one logit per head"):
         softmax.__wrapped__(x, "learnable", torch.zeros(2))
     with pytest.raises(InputError, match="kind='off-by-one' has no learned logit"):
         softmax(x, "off-by-one", torch.zeros(3))

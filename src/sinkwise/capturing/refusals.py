@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from sinkwise.errors import CaptureError
-from sinkwise.hosts.implementation import kernels_of
+from sinkwise.hosts.implementation import attention_implementations
 
 _NOT_CAPTURED = re.compile(r"(paged\|)?flash_")
 """Kernels known to bypass torch functions; others may still call torch's own attention."""
@@ -32,7 +32,7 @@ def why(model: nn.Module) -> str:
 def _foreign_kernel(model: nn.Module) -> str | None:
     """The first kernel named by a configuration of the model that is not one of torch's own."""
     own = ("eager", "sdpa", "flex_attention")
-    return next((kernel for kernel in kernels_of(model) if kernel not in own), None)
+    return next((kernel for kernel in attention_implementations(model) if kernel not in own), None)
 
 
 def _advice(kernel: str) -> str:

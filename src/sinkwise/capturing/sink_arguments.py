@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from sinkwise.errors import CaptureError
-from sinkwise.hosts.implementation import matters, owned_sink
+from sinkwise.hosts.implementation import has_effect, own_sink_logit
 from sinkwise.interception.callers import callers
 
 _PASSED = re.compile(r"s_aux|(\w*_)?sinks?(_logits?|_bias(es)?)?")
@@ -35,7 +35,7 @@ def find(owner: nn.Module | None, heads: int) -> Sink | None:
     frames = list(callers())
     if owner is None or not frames:
         return None
-    name = owned_sink(owner, heads) or _passed(owner, frames, heads)
+    name = own_sink_logit(owner, heads) or _passed(owner, frames, heads)
     if name is None:
         return None
     set_to = getattr(getattr(owner, "config", None), "_attn_implementation", None)
@@ -63,7 +63,7 @@ def _passed(owner: nn.Module, frames: Iterable[FrameType], heads: int) -> str | 
     for frame in frames:
         names = frame.f_locals
         for name, value in {**names, **names.get(_varkeywords(frame.f_code), {})}.items():
-            logit = _PASSED.fullmatch(name) and isinstance(value, Tensor) and matters(value)
+            logit = _PASSED.fullmatch(name) and isinstance(value, Tensor) and has_effect(value)
             if logit and heads in (*value.shape, value.numel()):
                 return name
         if names.get("self") is owner:

@@ -1,4 +1,4 @@
-"""Checks that a capture leaves no trace, whatever happens while it is on."""
+"""Checks that a capture leaves no trace in the model, also after an exception."""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from sinkwise.capturing.capture import capture
-from sinkwise.conformance.sample import Sample, Skip, demand, run, same_bits
+from sinkwise.conformance.comparing import require, same_bits
+from sinkwise.conformance.errors import Skip
+from sinkwise.conformance.observation import Observation, outputs_of
 from sinkwise.core.records import AttentionRecord
 from sinkwise.hosts.blocks import clean
 
@@ -25,26 +27,28 @@ class _Stop(Exception):
     """Raised on purpose."""
 
 
-def check_no_trace(sample: Sample) -> None:
-    """Hooks, parameters, attributes, torch's own state and output bits outlive a capture."""
-    _leaves_no_trace(sample, lambda record: None)
+def check_no_trace(observed: Observation) -> None:
+    """A capture changes no hook, parameter or attribute, no state of torch, and no output bit."""
+    _leaves_no_trace(observed, lambda record: None)
 
 
-def check_no_trace_after_a_failing_callback(sample: Sample) -> None:
-    """The same when the callback raises in the middle of a forward pass."""
+def check_no_trace_after_a_failing_callback(observed: Observation) -> None:
+    """The same if the callback raises during a forward pass."""
 
     def stop(record: AttentionRecord) -> None:
         raise _Stop
 
-    demand(_leaves_no_trace(sample, stop), "an exception of the callback did not arrive")
+    require(
+        _leaves_no_trace(observed, stop), "an exception in the callback did not reach the caller"
+    )
 
 
-def check_no_trace_after_a_failing_model(sample: Sample) -> None:
-    """The same when a submodule of the model raises: the one that makes the last record."""
-    modules = {clean(name): module for name, module in sample.model.named_modules()}
-    last = modules.get(sample.records[-1].name) if sample.records else None
+def check_no_trace_after_a_failing_model(observed: Observation) -> None:
+    """The same if a submodule of the model raises: the one that makes the last record."""
+    modules = {clean(name): module for name, module in observed.model.named_modules()}
+    last = modules.get(observed.records[-1].name) if observed.records else None
     if last is None:
-        raise Skip("no module of the model made a record")
+        raise Skip("no record belongs to a module of the model")
     reached = False
 
     @contextmanager
@@ -60,36 +64,38 @@ def check_no_trace_after_a_failing_model(sample: Sample) -> None:
         finally:
             handle.remove()
 
-    arrived = _leaves_no_trace(sample, lambda record: None, broken())
+    arrived = _leaves_no_trace(observed, lambda record: None, broken())
     if not reached:
-        raise Skip(f"{sample.records[-1].name} runs without being called")
-    demand(arrived, "an exception of the model did not arrive")
+        raise Skip(f"{observed.records[-1].name} is not called as a module")
+    require(arrived, "an exception in the model did not reach the caller")
 
 
 def _leaves_no_trace(
-    sample: Sample,
+    observed: Observation,
     on_record: Callable[[AttentionRecord], None],
     during: AbstractContextManager | None = None,
 ) -> bool:
-    """Compare before and after a capture; True if an exception was raised in it."""
-    model, stopped = sample.model, False
-    plain = run(model, sample.inputs)
+    """Compare the state before and after a capture; True if an exception was raised in it."""
+    model, stopped = observed.model, False
+    plain = outputs_of(model, observed.inputs)
     before = state_of(model)
     with during or nullcontext():
         try:
             with capture(model, on_record):
-                run(model, sample.inputs)
+                outputs_of(model, observed.inputs)
         except _Stop:
             stopped = True
     after = state_of(model)
     changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    demand(not changed, f"after a capture, other than before: {', '.join(changed[:5])}")
-    demand(same_bits(plain, run(model, sample.inputs)), "the output's bits differ after a capture")
+    require(not changed, f"a capture changed {', '.join(changed[:5])}")
+    require(
+        same_bits(plain, outputs_of(model, observed.inputs)), "output bits differ after a capture"
+    )
     return stopped
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """What a capture may not change, by name."""
+    """Everything that a capture must not change, by name."""
     state: dict[str, Any] = {}
     for name, module in model.named_modules():
         name = name or "the model"
@@ -98,9 +104,9 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         state[f"hooks of {name}"] = hooks
         state[f"attributes of {name}"] = (type(module), sorted(module.__dict__), id(compiled))
         state[f"training mode of {name}"] = module.training
-    for name, held in [*model.named_parameters(), *model.named_buffers()]:
-        grad = None if held.grad is None else (held.grad.data_ptr(), held.grad._version)
-        state[f"tensor {name}"] = (held.data_ptr(), held._version, held.requires_grad, grad)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        grad = None if tensor.grad is None else (tensor.grad.data_ptr(), tensor.grad._version)
+        state[f"tensor {name}"] = (tensor.data_ptr(), tensor._version, tensor.requires_grad, grad)
     state["state dict"] = list(model.state_dict())
     state["torch function modes"] = torch._C._len_torch_function_stack()
     state["torch dispatch modes"] = torch._C._len_torch_dispatch_stack()

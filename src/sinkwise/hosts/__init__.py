@@ -1,1 +1,1 @@
-"""Foreign models: where their attention lives, what their tokens are, how they are loaded."""
+"""Models from other libraries: their attention modules, their tokens, and how to load them."""

@@ -1,4 +1,4 @@
-"""The blocks of a model: the repeated layers that hold its attention, numbered through."""
+"""The blocks of a model: the repeated layers that contain attention, numbered consecutively."""
 
 import re
 from collections.abc import Iterator
@@ -11,23 +11,23 @@ _ATTENTION = re.compile(r"att(n|ention)", re.IGNORECASE)
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One element of a list of layers."""
+    """One block: an element of a list of layers."""
 
     name: str
     module: nn.Module
     layer: int
-    """Position among all blocks of the model: an encoder's come before its decoder's."""
+    """Index among all blocks of the model; the encoder's come before the decoder's."""
     siblings: int
-    """How many elements the list has."""
+    """Number of blocks in the list."""
 
 
 def clean(path: str) -> str:
-    """A module path without the wrappers that torch.compile adds."""
+    """The module path without the wrapper names that torch.compile inserts."""
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
 def holds_attention(module: nn.Module) -> bool:
-    """True where a module or a descendant is called an attention by its class or its attribute."""
+    """True if the class or attribute name of the module, or of a descendant, says attention."""
     return any(
         isinstance(child, nn.MultiheadAttention)
         or _ATTENTION.search(type(child).__name__)
@@ -37,7 +37,7 @@ def holds_attention(module: nn.Module) -> bool:
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequential, bool]]:
-    """Lists whose elements hold attention: path, list, whether all elements are of one class."""
+    """Lists whose elements contain attention: path, list, whether all elements share one class."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
             children = _real(module)
@@ -47,10 +47,11 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList | nn.Sequentia
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """The blocks of a model, in the order of its modules; empty where it has no list of layers.
+    """The blocks of a model in module order; empty if it has no list of layers.
 
-    A block is an element of the innermost list whose elements are all of one class (a stage holds
-    blocks, a block may hold a list of unlike parts); where no list is so uniform, of the outermost.
+    A block is an element of the innermost list whose elements share one class: a stage contains
+    blocks, and a block may contain a list of different parts. If no list is that uniform, it is an
+    element of the outermost list.
     """
     lists = list(_lists(model))
     uniform = [(name, module) for name, module, same in lists if same]
@@ -76,7 +77,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
 
 
 def _real(layers: nn.ModuleList | nn.Sequential) -> list[nn.Module]:
-    """The layers but for placeholders, which DINOv2's chunks of blocks begin with."""
+    """The layers without the placeholders that precede the blocks in DINOv2's chunks."""
     return [child for child in layers if not isinstance(child, nn.Identity)]
 
 
@@ -85,14 +86,14 @@ def _related(one: str, other: str) -> bool:
 
 
 class LayerIndex:
-    """Which layer a module path belongs to."""
+    """Looks up which layer a module path belongs to."""
 
     def __init__(self, blocks: list[Block]) -> None:
         self._blocks = {block.name: block for block in blocks}
         self._outside: dict[str, int] = {}
 
     def block(self, path: str) -> Block | None:
-        """The block that holds the module at `path`, or None."""
+        """The block that contains the module at `path`, or None."""
         parts = path.split(".")
         for end in range(len(parts), 0, -1):
             block = self._blocks.get(".".join(parts[:end]))
@@ -101,8 +102,10 @@ class LayerIndex:
         return None
 
     def layer(self, path: str, call: int = 0) -> int:
-        """The number of its block. A block that the model runs many times (shared layers) counts
-        once for each run; attention outside all blocks comes after them, in order of first call.
+        """The index of the module's block.
+
+        A block that the model runs several times (shared layers) counts once per run. Attention
+        outside all blocks comes after them, in order of the first call.
         """
         block = self.block(path)
         if block is not None:

@@ -1,37 +1,40 @@
-"""Tokens that a model's blocks see and nothing outside of them does: a stream and its visible part.
+"""Tokens that only a model's blocks see: whole sequences are remembered beside their visible part.
 
-Blocks with added tokens work on the whole stream and hand on a view of it without those tokens. The
-whole is remembered here beside the view, weakly, so that the next block, and a capture, find it.
+Blocks with prepended tokens compute on the whole sequence and pass on a view of it without those
+tokens. A weak map leads from that view to the whole sequence, so that the next block and a capture
+find it.
 """
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# By the identity of the tensor, which the loop over the blocks passes on as it is.
+# By the identity of the tensor, which the loop over the blocks passes on unchanged.
 _WHOLE = WeakTensorKeyDictionary()
 
 
-def visible(stream: Tensor, count: int) -> Tensor:
-    """The view of `stream` [batch token dim] without its first `count` tokens."""
-    part = stream[:, count:]
-    _WHOLE[part] = stream
-    return part
+def without_prefix(sequence: Tensor, count: int) -> Tensor:
+    """The view of `sequence` [batch token dim] without its first `count` tokens."""
+    visible = sequence[:, count:]
+    _WHOLE[visible] = sequence
+    return visible
 
 
-def stands_for(part: Tensor, stream: Tensor) -> None:
-    """`stream` was made of `part` by adding tokens in front. A leaf that collects gradients is not
-    remembered: its stream's graph would keep it, and so the entry, alive.
+def remember(visible: Tensor, sequence: Tensor) -> None:
+    """Record that `sequence` was made from `visible` by prepending tokens.
+
+    A leaf that requires a gradient is not recorded: the graph of `sequence` would keep the leaf,
+    and therefore the entry, alive.
     """
-    if not (part.is_leaf and part.requires_grad):
-        _WHOLE[part] = stream
+    if not (visible.is_leaf and visible.requires_grad):
+        _WHOLE[visible] = sequence
 
 
-def behind(part: Tensor) -> Tensor | None:
-    """The stream whose visible part this very tensor is, or None."""
-    return _WHOLE.get(part)
+def remembered(visible: Tensor) -> Tensor | None:
+    """The sequence of which this very tensor is the visible part, or None."""
+    return _WHOLE.get(visible)
 
 
-def whole(part: Tensor) -> Tensor:
-    """The stream that the blocks see of it: `part` itself where nothing is hidden."""
-    stream = behind(part)
-    return part if stream is None else whole(stream)
+def whole(visible: Tensor) -> Tensor:
+    """The sequence that the blocks see: `visible` itself if no tokens were prepended to it."""
+    sequence = remembered(visible)
+    return visible if sequence is None else whole(sequence)

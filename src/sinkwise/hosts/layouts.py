@@ -1,4 +1,4 @@
-"""The token layout of a batch: from the model's own tokens, its tokenizer and the inputs."""
+"""The token layout of a batch, from the model's own tokens, its tokenizer and the inputs."""
 
 import re
 from typing import Any
@@ -11,15 +11,15 @@ from sinkwise.nn.registers import RegisterTokens
 
 _CLASS = ("cls_token", "class_embedding", "class_token", "dist_token", "distillation_token")
 _LATE = ("blocks_token_only", "cls_attn_blocks")
-"""Parts of models (CaiT, XCiT) whose class token joins only after the patches' own blocks."""
+"""Attributes of models (CaiT, XCiT) whose class token joins only after the patches' own blocks."""
 _REGISTERS = ("reg_token", "register_tokens", "reg_tokens", "storage_tokens")
 
 
 def token_layout(model: nn.Module, batch: Any, tokenizer: Any | None = None) -> TokenLayout | None:
-    """The layout of the sequence that `model` makes of `batch` (a tensor, tuple or dict).
+    """The layout of the sequence that `model` computes from `batch` (a tensor, tuple or dict).
 
-    None where neither pictures [batch channel height width] nor token ids [batch token] are found.
-    Registers that `mitigate` put in come first.
+    None if the batch has neither images [batch channel height width] nor token ids [batch token].
+    Registers that `mitigate` inserted come first.
     """
     pixels = _find(batch, ("pixel_values", "x", "image"), 4, floating=True)
     ids = _find(batch, ("input_ids",), 2, floating=False)
@@ -35,8 +35,9 @@ _TEXT = re.compile(r"(^|\.)text")
 
 
 def _after_registers(model: nn.Module, layout: TokenLayout, other: re.Pattern[str]) -> TokenLayout:
-    """The layout with the registers in front that the model's own code knows nothing of; `other`
-    is the tower that this sequence does not go through.
+    """The layout after the registers that `mitigate` inserted, which the model's code does not see.
+
+    `other` matches the tower that this sequence does not pass through.
     """
     registers = [
         module
@@ -49,7 +50,7 @@ def _after_registers(model: nn.Module, layout: TokenLayout, other: re.Pattern[st
 
 
 def _find(batch: Any, names: tuple[str, ...], dims: int, floating: bool) -> Tensor | None:
-    """The named entry of a dict, or the first entry of a tensor or tuple, if it is of that form."""
+    """The named entry of a dict, or the first tensor of anything else, if its form is right."""
     if isinstance(batch, dict):
         candidates = [batch[name] for name in names if name in batch]
     else:
@@ -62,7 +63,7 @@ def _find(batch: Any, names: tuple[str, ...], dims: int, floating: bool) -> Tens
 
 
 def _image(model: nn.Module, pixels: Tensor) -> TokenLayout | None:
-    """Class tokens, registers, then patches: the order of every family known here."""
+    """Class tokens, registers, then patches: the order in every known family."""
     patch = patch_size(model)
     if patch is None:
         return None
@@ -77,8 +78,9 @@ def _image(model: nn.Module, pixels: Tensor) -> TokenLayout | None:
 
 
 def patch_size(model: nn.Module) -> tuple[int, int] | None:
-    """Height and width of a patch: what timm's patch embedding says, else the first convolution
-    whose stride is its kernel; None where pictures are not cut into patches.
+    """Height and width of a patch; None if the model does not cut images into patches.
+
+    From timm's patch embedding, or else from the first convolution whose stride equals its kernel.
     """
     for module in model.modules():
         for name in ("patch_embed", "embeds"):
@@ -117,17 +119,3 @@ def _text(model: nn.Module, ids: Tensor, mask: Tensor | None, tokenizer: Any | N
         codes[first & (cpu == cls)] = code("cls")
     codes[~real] = code("pad")
     return TokenLayout(codes)
-
-
-_CROSS = re.compile(r"cross|encoder_attn|encdec|multihead_attn", re.IGNORECASE)
-_DECODER = re.compile(r"(^|\.)decoder(\.|$)")
-
-
-def is_cross(name: str) -> bool:
-    """Whether a module's path says that its queries and keys are different sequences."""
-    return bool(_CROSS.search(name))
-
-
-def is_decoder(name: str) -> bool:
-    """Whether a module belongs to the decoder of an encoder-decoder."""
-    return bool(_DECODER.search(name))

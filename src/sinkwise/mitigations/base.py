@@ -1,4 +1,4 @@
-"""What all mitigations have in common: a frozen description, and the parts it puts into a model."""
+"""What all mitigations share: a frozen description, and what it inserts into a model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,17 +10,20 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
-class Part(ABC):
-    """One thing put into a model. Its state are the modules it touches and no closures, so that a
-    deep copy of a model takes parts of its own along."""
+class Insertion(ABC):
+    """One reversible change of a model.
+
+    It refers to the modules it changes by attributes, never by a closure, so that a deep copy of
+    the model has insertions of its own.
+    """
 
     @abstractmethod
     def undo(self) -> None:
-        """Take it out again."""
+        """Reverse the change."""
 
 
-class Child(Part):
-    """A submodule added under a name that was free."""
+class AddedModule(Insertion):
+    """A submodule under a name that was free."""
 
     def __init__(self, owner: nn.Module, name: str, child: nn.Module) -> None:
         self._owner, self._name = owner, name
@@ -30,7 +33,7 @@ class Child(Part):
         delattr(self._owner, self._name)
 
 
-class Hooks(Part):
+class AddedHooks(Insertion):
     """Hooks that were registered."""
 
     def __init__(self, handles: Sequence[RemovableHandle]) -> None:
@@ -41,8 +44,8 @@ class Hooks(Part):
             handle.remove()
 
 
-class Forward(Part):
-    """A module's forward, replaced on this one object."""
+class ReplacedForward(Insertion):
+    """Another forward for one module object; its class is unchanged."""
 
     def __init__(self, owner: nn.Module, forward: Any) -> None:
         self._owner = owner
@@ -56,8 +59,8 @@ class Forward(Part):
             self._owner.forward = self._before
 
 
-class Value(Part):
-    """An attribute with another value."""
+class ReplacedAttribute(Insertion):
+    """Another value for an attribute."""
 
     def __init__(self, owner: nn.Module, name: str, value: object) -> None:
         self._owner, self._name, self._before = owner, name, getattr(owner, name)
@@ -69,13 +72,17 @@ class Value(Part):
 
 @dataclass(frozen=True)
 class Mitigation(ABC):
-    """Describes a mitigation; a frozen dataclass whose fields are numbers and words."""
+    """Describes a mitigation: a frozen dataclass whose fields are numbers and strings."""
 
     name: ClassVar[str]
-    """What a saved folder calls it."""
+    """The name of the mitigation in a saved folder."""
 
     @abstractmethod
-    def apply(self, model: nn.Module, generator: torch.Generator, parts: list[Part]) -> None:
-        """Put it into `model`, random values from `generator`. Whatever was put in is in `parts`,
-        also where this raises half way. Raises InputError where the model cannot take it.
+    def apply(
+        self, model: nn.Module, generator: torch.Generator, insertions: list[Insertion]
+    ) -> None:
+        """Insert the mitigation into `model`, with random values from `generator`.
+
+        Every change is appended to `insertions` as it is made, so that it can be undone even if
+        this method raises. Raises InputError if the model does not support the mitigation.
         """

@@ -1,4 +1,4 @@
-"""The forward of an attention layer, run under a mode that sees every torch function in it."""
+"""The forward of an attention layer under a mode that intercepts every torch function it calls."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -11,23 +11,23 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from sinkwise.interception.mha import unwrapped_mha
-from sinkwise.mitigations.base import Forward, Hooks, Part
+from sinkwise.mitigations.base import AddedHooks, Insertion, ReplacedForward
 
 
-class Inside(TorchFunctionMode, ABC):
-    """One run of an attention layer: `see` gets each torch function that is called in it.
+class LayerMode(TorchFunctionMode, ABC):
+    """Active during one call of an attention layer; `intercept` gets every torch function in it.
 
-    The body of `F.multi_head_attention_forward` is seen too, and `nn.MultiheadAttention` takes no
-    fast path under a mode, which would go past it.
+    This includes the body of `F.multi_head_attention_forward`. Under a mode
+    `nn.MultiheadAttention` takes no fast path, which would bypass it.
     """
 
     @abstractmethod
-    def see(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call `func`, or something in its place."""
+    def intercept(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call `func`, or something else in its place."""
 
     @abstractmethod
-    def done(self) -> None:
-        """The run is over. Raises InputError where it was not one that could be seen."""
+    def finish(self) -> None:
+        """Check the finished call. Raises InputError if the mode could not act on it."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
@@ -36,53 +36,53 @@ class Inside(TorchFunctionMode, ABC):
         if func is F.multi_head_attention_forward:
             with self:
                 return unwrapped_mha()(*args, **kwargs)
-        return self.see(func, args, kwargs)
+        return self.intercept(func, args, kwargs)
 
 
-class Watched(ABC):
-    """Stands in for the forward of one attention layer, each run under an `Inside` of its own."""
+class ForwardOverride(ABC):
+    """The forward of one attention layer, each call under a `LayerMode` of its own."""
 
     def __init__(self, path: str, attention: nn.Module) -> None:
         self.path, self.attention = path, attention
         self._forward = self.__wrapped__ = attention.forward  # the latter for its signature
-        # The compiler cannot follow into `unwrapped_mha`; anything else stays one graph.
+        # The compiler cannot trace into `unwrapped_mha`; anything else stays one graph.
         self._run = _uncompiled() if isinstance(attention, nn.MultiheadAttention) else _run
 
     @abstractmethod
-    def mode(self, args: tuple, kwargs: dict[str, Any]) -> Inside:
-        """What a run with these arguments is under."""
+    def mode(self, args: tuple, kwargs: dict[str, Any]) -> LayerMode:
+        """The mode for a call with these arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.attention, nn.MultiheadAttention) and _is_nested(args, kwargs):
-            return _nested(self, args, kwargs)
+            return _call_padded(self, args, kwargs)
         mode = self.mode(args, kwargs)
         out = self._run(self._forward, mode, args, kwargs)
-        mode.done()
+        mode.finish()
         return out
 
 
-def watch(watched: Watched, parts: list[Part]) -> None:
-    """Put it in the place of its layer's forward."""
-    attention = watched.attention
-    parts.append(Forward(attention, watched))
+def override_forward(override: ForwardOverride, insertions: list[Insertion]) -> None:
+    """Replace the forward of the override's layer."""
+    attention = override.attention
+    insertions.append(ReplacedForward(attention, override))
     if isinstance(attention, nn.MultiheadAttention):
         # The fused kernel of TransformerEncoderLayer calls no attention module, unless one of its
         # modules has a hook.
-        parts.append(Hooks([attention.register_forward_pre_hook(_no_fast_path)]))
+        insertions.append(AddedHooks([attention.register_forward_pre_hook(_no_fast_path)]))
 
 
 def _no_fast_path(module: nn.Module, args: tuple) -> None:
-    """Does nothing: that it is there is enough."""
+    """Does nothing: its presence is enough."""
 
 
-def _run(forward: Callable, mode: Inside, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(forward: Callable, mode: LayerMode, args: tuple, kwargs: dict[str, Any]) -> Any:
     with mode:
         return forward(*args, **kwargs)
 
 
 @functools.cache
 def _uncompiled() -> Callable:
-    """`_run`, left alone by torch.compile. Not decorated: that would import the compiler here."""
+    """`_run`, skipped by torch.compile. Not a decorator: that would import the compiler here."""
     return torch.compiler.disable(_run)
 
 
@@ -94,20 +94,21 @@ def _is_nested(args: tuple, kwargs: dict[str, Any]) -> bool:
     return isinstance(query, Tensor) and query.is_nested
 
 
-def _nested(watched: Watched, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Rows of unlike lengths, which torch attends to on its fast path alone: padded for the time of
-    the call. `TransformerEncoder` makes them of a padding mask, in inference.
+def _call_padded(override: ForwardOverride, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A nested tensor, which torch supports only on its fast path, padded during the call.
+
+    `TransformerEncoder` makes nested tensors from a padding mask in inference.
     """
     given = dict(zip(_MHA, args, strict=False)) | kwargs
     query = given["query"]
     masked = any(given.get(name) is not None for name in ("key_padding_mask", "attn_mask"))
     if masked or given["key"] is not query or given["value"] is not query:
-        return watched._forward(*args, **kwargs)  # torch's own refusal
+        return override._forward(*args, **kwargs)  # torch raises its own error
     lengths = [len(row) for row in query.unbind()]
     x = query.to_padded_tensor(0.0)
     ends = torch.tensor(lengths, device=x.device)[:, None]
-    hidden = torch.arange(x.shape[1], device=x.device) >= ends
-    given.update(query=x, key=x, value=x, key_padding_mask=hidden)
-    out, weights = watched(**given)
+    padding = torch.arange(x.shape[1], device=x.device) >= ends
+    given.update(query=x, key=x, value=x, key_padding_mask=padding)
+    out, weights = override(**given)
     rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
     return torch.nested.as_nested_tensor(rows), weights

@@ -1,4 +1,4 @@
-"""`Registers`: learned tokens in front of the sequence of a model that is already there."""
+"""`Registers`: learned tokens before the sequence of an existing model."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,29 +7,30 @@ import torch
 from torch import nn
 
 from sinkwise.errors import InputError
-from sinkwise.mitigations.base import Mitigation, Part
-from sinkwise.mitigations.prepended_tokens import lengthen, width
+from sinkwise.mitigations.base import Insertion, Mitigation
+from sinkwise.mitigations.prepended_tokens import prepend, token_width
 from sinkwise.nn.registers import RegisterTokens
 
 
 @dataclass(frozen=True)
 class Registers(Mitigation):
-    """[r_1 ... r_count, x_1 ... x_n]: learned tokens that every block sees and no read-out does.
+    r"""Learned tokens that every block sees and no output does: $[r_1 \ldots r_m, x_1 \ldots x_n]$.
 
-    They join at the first block, after the positions were added, so position embeddings stay as
-    they are; each block hands its tokens on without them. Pooling, patch features,
-    `forward_features`, intermediate features and hidden states keep their shapes, and class tokens
-    stay first. Token layouts call them `register`; in maps and scans they are tokens 0 onwards.
-    The blocks do not look at their place, so before or after the class token is the same; rotary
-    positions (timm's EVA and DINOv3, transformers' DINOv3) turn the patches as before, and no
-    register.
+    They join at the first block, after positions were added, so position embeddings do not change,
+    and each block passes on the other tokens only. Pooling, patch features, `forward_features`,
+    intermediate features and hidden states keep their shapes, and class tokens stay first. Token
+    layouts call them `register`; in maps and scans they are the first tokens, from 0. Their
+    position does not matter to the supported blocks, so being before or after the class token is
+    the same: rotary positions (timm's EVA and DINOv3, transformers' DINOv3) rotate the patches as
+    before, and not the registers.
 
-    They start as distinct draws from N(0, std²): equal ones would stay equal. There is no start
-    that leaves a pretrained model as it is: a token takes attention from the others as soon as it
-    is seen, and one that is masked away gets no gradient. Train the model with them.
+    They start as distinct draws from $N(0, \mathrm{std}^2)$: equal registers would stay equal. No
+    start leaves a pretrained model unchanged: a visible token takes attention from the others at
+    once, and a masked one gets no gradient. Train the model with them.
 
-    Raises InputError for fewer than one, and on application where a model is causal, has relative
-    positions inside its attention, or several towers.
+    Raises InputError for a count below 1 or a standard deviation that is not positive. On
+    application, raises InputError if the model is causal, has relative positions inside its
+    attention, has several towers, or has blocks that are not known to support registers.
 
     Reference: Darcet et al., 2024, arXiv 2309.16588.
     """
@@ -37,7 +38,7 @@ class Registers(Mitigation):
     count: int = 4
     """Number of registers."""
     std: float = 0.02
-    """Standard deviation of their values at the start."""
+    """Standard deviation of their initial values."""
 
     name: ClassVar[str] = "registers"
 
@@ -47,6 +48,8 @@ class Registers(Mitigation):
         if not self.std > 0:
             raise InputError(f"std={self.std} must be above 0: equal registers would stay equal")
 
-    def apply(self, model: nn.Module, generator: torch.Generator, parts: list[Part]) -> None:
-        tokens = RegisterTokens(self.count, width(model), std=self.std, generator=generator)
-        lengthen(model, tokens, parts)
+    def apply(
+        self, model: nn.Module, generator: torch.Generator, insertions: list[Insertion]
+    ) -> None:
+        tokens = RegisterTokens(self.count, token_width(model), std=self.std, generator=generator)
+        prepend(model, tokens, insertions)

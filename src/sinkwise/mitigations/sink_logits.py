@@ -1,4 +1,4 @@
-"""`SinkLogits`: a logit a head in the denominator of the softmax of every attention layer."""
+"""`SinkLogits`: one logit per head in the softmax denominator of every attention layer."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -8,50 +8,59 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkwise.errors import InputError
-from sinkwise.hosts.implementation import kernels_of, owned_sink
-from sinkwise.mitigations.base import Child, Mitigation, Part
-from sinkwise.mitigations.forward_override import Inside, Watched, watch
-from sinkwise.mitigations.sink_softmax import Denominator
+from sinkwise.hosts.implementation import attention_implementations, own_sink_logit
+from sinkwise.mitigations.base import AddedModule, Insertion, Mitigation
+from sinkwise.mitigations.forward_override import ForwardOverride, LayerMode, override_forward
+from sinkwise.mitigations.sink_softmax import SinkSoftmaxMode
 from sinkwise.mitigations.targets import attention_layers
 
 SinkSoftmax = Literal["learnable", "off-by-one"]
 
-CHILD = "sink_logits"
+SUBMODULE = "sink_logits"
 """The name of the logits in the attention module."""
 
 
 @dataclass(frozen=True)
 class SinkLogits(Mitigation):
-    """A_ij = exp(s_ij) / (exp(b_h) + sum_j exp(s_ij)): one logit b_h a head, without a value.
+    r"""One logit $b_h$ per head in the softmax's denominator, without a value.
 
-    A head's weights sum to less than 1 and b_h takes the rest, so that a head with nothing to add
-    can write nothing, and needs no token whose value is near zero. `softmax="learnable"` learns
-    b_h, from `init` on; `"off-by-one"` fixes it at 0 and adds no parameter.
+    $$
+    A_{ij} = \frac{e^{s_{ij}}}{e^{b_h} + \sum_k e^{s_{ik}}}
+    $$
 
-    No start leaves a model exactly as it is: the sink takes sigmoid(b_h - lse) of a query's
-    attention, lse = log sum_j exp(s_ij), and the gradient of b_h is as small as that share. With
-    init=-20 the outputs of models at random weights stay within 1e-6 in float32. A trained head's
-    scores may all lie far below 0, which a plain softmax does not see: SmolLM2-135M has queries
-    with lse = -14 and DINOv2-S with -19, and move by 1.6e-5 and 5e-4 of their outputs' norm; -40
-    changes no bit of either, and trains as good as never. With init=0, the start for training from
-    scratch (gpt-oss), a trained model's outputs change at once. A query without keys, as a row of
-    padding may be, gets 0 from its layer whatever the logit.
+    A head's weights sum to less than 1 and $b_h$ takes the rest, so a head with nothing to add can
+    write nothing, and needs no token whose value is near zero. `softmax="learnable"` learns $b_h$,
+    starting at `init`; `"off-by-one"` fixes it at 0 and adds no parameter.
+
+    No start leaves a model exactly unchanged: the sink takes $\sigma(b_h - \mathrm{lse})$ of a
+    query's attention, with $\mathrm{lse} = \log \sum_j e^{s_{ij}}$, and the gradient of $b_h$ is
+    as small as that share.
+
+    - `init=0`, the start for training from scratch (gpt-oss), changes a trained model's outputs at
+      once.
+    - `init=-20` keeps the outputs of models at random weights within 1e-6 in float32. In trained
+      heads all scores may be far below 0, which a plain softmax ignores: SmolLM2-135M has queries
+      with lse = -14 and DINOv2-S with -19, and their outputs change by 1.6e-5 and 5e-4 of their
+      norm.
+    - `init=-40` changes no bit of either model, but hardly trains.
 
     SDPA and eager softmax agree. All options of the attention call are kept: masks, causal order,
-    scale, dropout, grouped heads, caches. Attention outside of the blocks whose layout is unknown
-    (timm's pooling) has no logits.
+    scale, dropout, grouped heads, caches. A query without keys, such as a padded one, gets an
+    output of 0 whatever the logit. Attention outside the blocks with an unknown layout (timm's
+    pooling) gets no logits.
 
-    Raises InputError for another softmax, an `init` that is not finite, or one beside
-    "off-by-one"; on application, for a model that has sink logits already (gpt-oss and its kin), is
-    set to a kernel that is neither SDPA nor eager, or attends in an unknown way; and where a layer
-    then runs without exactly one softmax that the logits could join (FlexAttention, flash-attn).
+    Raises InputError for an unknown softmax, an `init` that is not finite, or an `init` with
+    "off-by-one". On application, raises InputError if the model has sink logits already (gpt-oss
+    and its descendants), is set to an implementation other than SDPA or eager, or has unknown
+    weights. A layer that then runs without exactly one softmax for its logits (FlexAttention,
+    flash-attn) raises InputError too.
 
     Reference: OpenAI, 2025, gpt-oss, arXiv 2508.10925; off-by-one: Miller, 2023, "Attention is off
     by one" (no arXiv id).
     """
 
     softmax: SinkSoftmax = "learnable"
-    """`learnable`: a parameter a head; `off-by-one`: the logit stays at 0."""
+    """`learnable`: one parameter per head; `off-by-one`: the logit stays at 0."""
     init: float = 0.0
     """The logits at the start; 0 for `off-by-one`."""
 
@@ -63,37 +72,47 @@ class SinkLogits(Mitigation):
             raise InputError(f"softmax={self.softmax!r} is none of {known}")
         if not -float("inf") < self.init < float("inf"):
             raise InputError(
-                f"init={self.init} must be finite: a logit at -inf never gets a gradient"
+                f"init={self.init} must be finite: a logit of -inf never gets a gradient"
             )
         if self.softmax == "off-by-one" and self.init != 0:
-            raise InputError(f"init={self.init} is for softmax='learnable'; off-by-one has 0")
+            raise InputError(
+                f"init={self.init} needs softmax='learnable'; with 'off-by-one' the logit is 0"
+            )
 
-    def apply(self, model: nn.Module, generator: torch.Generator, parts: list[Part]) -> None:
+    def apply(
+        self, model: nn.Module, generator: torch.Generator, insertions: list[Insertion]
+    ) -> None:
         kind = type(model).__name__
-        for kernel in kernels_of(model):
-            if kernel not in ("eager", "sdpa"):
+        for name in attention_implementations(model):
+            if name not in ("eager", "sdpa"):
                 raise InputError(
-                    f"no sink logits fit {kind}: it runs attn_implementation={kernel!r}, which "
-                    "they cannot join; call model.set_attn_implementation('sdpa') first"
+                    f"cannot add sink logits to {kind}: its attn_implementation={name!r} has no "
+                    "softmax that they can join; call model.set_attn_implementation('sdpa') first"
                 )
         layers = []
-        for path, attention, site in attention_layers(model, CHILD, "no sink logits fit"):
-            own = None if site.q is None else owned_sink(attention, site.q.shape[0])
+        for path, attention, site in attention_layers(
+            model, SUBMODULE, "cannot add sink logits to"
+        ):
+            own = None if site.q is None else own_sink_logit(attention, site.q.shape[0])
             if site.q is None or own is not None:
-                why = "unknown heads" if own is None else f"sink logits of its own, {own!r}"
-                raise InputError(f"no sink logits fit {path!r}: it has {why}")
+                why = (
+                    "an unknown number of heads" if own is None else f"its own sink logits, {own!r}"
+                )
+                raise InputError(f"cannot add sink logits to {path!r}: it has {why}")
             layers.append((path, attention, site.q))
         for path, attention, q in layers:
             logits = HeadLogits(q.shape[0], self.softmax, self.init)
             logits.to(device=q.device, dtype=q.dtype)
             if not logits.logit.isfinite().all():
-                raise InputError(f"init={self.init} is not finite in {path!r}'s {q.dtype}")
-            parts.append(Child(attention, CHILD, logits))
-            watch(_WithLogits(path, attention, logits), parts)
+                raise InputError(
+                    f"init={self.init} is not finite in {q.dtype}, the dtype of {path!r}"
+                )
+            insertions.append(AddedModule(attention, SUBMODULE, logits))
+            override_forward(_WithLogits(path, attention, logits), insertions)
 
 
 class HeadLogits(nn.Module):
-    """`logit` [head]: learned, or fixed at 0 and then no part of the state."""
+    """`logit` [head]: a parameter, or fixed at 0 and not part of the state dict."""
 
     logit: Float[Tensor, " head"]
 
@@ -107,16 +126,16 @@ class HeadLogits(nn.Module):
             self.register_buffer("logit", logit, persistent=False)
 
     def extra_repr(self) -> str:
-        """What the weights do not tell: a scan's checksum is made of this line too."""
+        """What the weights do not determine; a scan's fingerprint includes this line."""
         return f"{len(self.logit)}, softmax={self._softmax!r}"
 
 
-class _WithLogits(Watched):
+class _WithLogits(ForwardOverride):
     """An attention layer's forward with the logits in its softmax."""
 
     def __init__(self, path: str, attention: nn.Module, logits: HeadLogits) -> None:
         super().__init__(path, attention)
         self._logits = logits
 
-    def mode(self, args: tuple, kwargs: dict[str, Any]) -> Inside:
-        return Denominator(self.path, self._logits.logit)
+    def mode(self, args: tuple, kwargs: dict[str, Any]) -> LayerMode:
+        return SinkSoftmaxMode(self.path, self._logits.logit)

@@ -1,4 +1,4 @@
-"""The softmax of an attention layer, with exp(logit) of its head in the denominator."""
+"""The softmax of an attention layer, with exp(logit) in each head's denominator."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sinkwise.errors import InputError
-from sinkwise.mitigations.forward_override import Inside
+from sinkwise.mitigations.forward_override import LayerMode
 from sinkwise.nn.sink_logit import sink_attention
 
 
-class Denominator(Inside):
-    """Puts `logit` into the one softmax of the run: fused, or over a map of scores.
+class SinkSoftmaxMode(LayerMode):
+    """Adds `logit` to the one softmax of a call, fused or over a map of scores.
 
-    `F.scaled_dot_product_attention` becomes `sink_attention`, with every option that it was given.
-    A softmax over the keys of [batch head query key], or [batch*head query key], gets one more
-    column, which is then left out: a form that a capture follows.
+    `F.scaled_dot_product_attention` becomes `sink_attention` with the same options. A softmax over
+    the keys of [batch head query key], or [batch*head query key], gets one more column, which is
+    dropped afterwards: a form that a capture recognizes.
     """
 
     def __init__(self, path: str, logit: Float[Tensor, " head"]) -> None:
@@ -26,7 +26,7 @@ class Denominator(Inside):
         self._path, self._logit = path, logit
         self._count = 0
 
-    def see(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def intercept(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
             self._count += 1
             return self._fused(*args, **kwargs)
@@ -34,12 +34,12 @@ class Denominator(Inside):
             return self._eager(func, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def done(self) -> None:
+    def finish(self) -> None:
         if self._count != 1:
             raise InputError(
-                f"{self._path!r} ran {self._count} softmaxes that its sink logits could join, not "
-                "one: attention must run F.scaled_dot_product_attention, or softmax over the last "
-                "axis of [batch head query key]; model.set_attn_implementation('sdpa') may do it"
+                f"{self._path!r} ran {self._count} softmaxes that its sink logits can join, and "
+                "needs exactly one: F.scaled_dot_product_attention, or softmax over the last axis "
+                "of [batch head query key]; try model.set_attn_implementation('sdpa')"
             )
 
     def _fused(
@@ -55,11 +55,11 @@ class Denominator(Inside):
     ) -> Tensor:
         heads, shape = len(self._logit), query.shape
         group = heads // shape[1] if len(shape) == 4 else 0
-        # transformers hands over the heads of a group as the queries of one, for a single token.
+        # For a single token, transformers passes the heads of a group as queries of one head.
         packed = group > 1 and shape[1:3] == (heads // group, group) and key.shape[1] == shape[1]
         if len(shape) != 4 or not (packed or shape[1] == heads):
             raise InputError(
-                f"attention of {self._path!r} has queries {list(shape)}; its sink logits need "
+                f"the attention of {self._path!r} has queries {list(shape)}; its sink logits need "
                 f"[batch, {heads}, query, head_dim]"
             )
         if is_causal and attn_mask is None and shape[2] != key.shape[2]:
@@ -71,7 +71,7 @@ class Denominator(Inside):
             query = query.flatten(1, 2).unsqueeze(2)
             if attn_mask is not None:
                 attn_mask = attn_mask.expand(-1, *shape[1:3], -1).flatten(1, 2).unsqueeze(2)
-        if query.shape[0] == 1:  # queries that are learned, the same for every sample
+        if query.shape[0] == 1:  # learned queries, the same for every sample
             query = query.expand(key.shape[0], -1, -1, -1)
         out = sink_attention(
             query,
@@ -86,7 +86,7 @@ class Denominator(Inside):
         return out.unflatten(1, shape[1:3]).squeeze(3) if packed else out
 
     def _eager(self, func: Callable, *args: Any, **kwargs: Any) -> Tensor:
-        """A softmax, written as F.softmax, torch.softmax or a tensor's own."""
+        """A softmax, called as F.softmax, torch.softmax or a method of the scores."""
         scores = kwargs["input"] if "input" in kwargs else args[0]
         given = args if "input" in kwargs else args[1:]
         dim = kwargs.get("dim", given[0] if given else None)
@@ -96,7 +96,9 @@ class Denominator(Inside):
         if not is_map or dim not in (-1, count - 1):
             return func(*args, **kwargs)
         self._count += 1
-        if kwargs.get("dtype") is not None:  # before the logit is rounded to that of the scores
+        if (
+            kwargs.get("dtype") is not None
+        ):  # before the logit is rounded to the dtype of the scores
             scores = scores.to(kwargs["dtype"])
         logit = self._logit.to(scores.dtype)
         if count == 3:
@@ -111,5 +113,5 @@ class Denominator(Inside):
 
 
 def _first_keys(queries: int, keys: int, device: torch.device) -> Bool[Tensor, "query key"]:
-    """What is_causal=True means to torch where there are more keys: query i sees keys 0 to i."""
+    """What is_causal=True means in torch if there are more keys: query i sees keys 0 to i."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()

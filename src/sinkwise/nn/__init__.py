@@ -1,4 +1,4 @@
-"""Modules that answer sinks: gates, registers, sink logits and tokens, a global pathway, masks."""
+"""Modules for training code that act on sinks: gates, registers, sink logits and tokens, masks."""
 
 from sinkwise.nn.attention import GatedAttention
 from sinkwise.nn.gate import OutputGate

@@ -1,4 +1,4 @@
-"""Multi-head attention with what answers sinks built in: an output gate, a sink logit, or both."""
+"""Multi-head attention with an output gate, a sink logit, or both."""
 
 from typing import Any, get_args
 
@@ -15,29 +15,34 @@ from sinkwise.nn.sink_logit import SinkLogitAttention, sink_attention
 from sinkwise.nn.softmax import SoftmaxType
 
 WEIGHT_STD = 0.02
-"""Standard deviation of every projection at the start; biases start at 0."""
+"""Initial standard deviation of every projection; biases start at 0."""
 
 
 class GatedAttention(nn.Module):
-    """W_O(concat_h(A_h v_h) * sigmoid(W_g x + b)), A = softmax(q k^T / sqrt(head_dim)).
+    r"""Multi-head attention with a gate on the heads' outputs and a choice of softmax.
 
-    x is the block's normed input. `gate` is `elementwise`, `headwise` or None; `softmax` is
-    `vanilla`, `off-by-one` (1 in the denominator) or `learnable` (exp of a logit a head, which
-    starts at 0). Heads are grouped where `num_kv_heads` is given. Attention runs in fused kernels:
-    no map is kept. `dropout_p` drops attention weights in training.
+    $$
+    W_O\left(\operatorname{concat}_h(A_h V_h) \odot \sigma(W_g x + b)\right),\qquad
+    A_h = \operatorname{softmax}\left(\frac{Q_h K_h^\top}{\sqrt{d_h}}\right)
+    $$
 
-    forward(x, real): `real` is True where a token is no padding; padding is not attended to, and a
-    query that sees no token gets heads of 0. Causal attention beside `real` needs its mask written
-    out, [batch 1 token token] bool.
+    $x$ is the block's normed input. `gate` is `elementwise`, `headwise` or None. `softmax` is
+    `vanilla`, `off-by-one` (1 is added to the denominator) or `learnable` (the exponential of a
+    logit per head, which starts at 0). Heads are grouped if `num_kv_heads` is given. Attention runs
+    in fused kernels and keeps no map. `dropout_p` drops attention weights in training.
 
-    State dict: `q_proj`, `k_proj`, `v_proj`, `o_proj` with `.weight` (and `.bias`), rows in the
-    order of the heads, as in transformers' Llama and Qwen; `gate.proj.weight`, `gate.proj.bias`;
-    `sink.logit` where it is learned. `qkv_bias` gives `vanilla` no `k_proj.bias`: it would add the
-    same to all scores of a query, which softmax takes out again, and would never get a gradient.
-    Projections start at N(0, 0.02²) and the gate as `OutputGate`, drawn from `generator`.
+    forward(x, real): `real` is False for padding, which is not attended to. A query that sees no
+    token gets heads of 0. Causal attention with `real` needs an explicit mask, [batch 1 token
+    token] bool.
 
-    Raises InputError for sizes that do not divide, an unknown kind of gate or softmax, a dropout
-    outside [0, 1), and where `real` is no bool [batch token].
+    State dict: `q_proj`, `k_proj`, `v_proj`, `o_proj` with `.weight` (and `.bias`), rows ordered by
+    head as in transformers' Llama and Qwen; `gate.proj.weight`, `gate.proj.bias`; `sink.logit` if
+    it is learned. With `vanilla`, `qkv_bias` adds no `k_proj.bias`: it would shift all scores of a
+    query alike, which changes no softmax, and would never get a gradient. Projections start as
+    draws from $N(0, 0.02^2)$ and the gate as in `OutputGate`, all drawn from `generator`.
+
+    Raises InputError for sizes that do not divide, an unknown gate or softmax, a dropout outside
+    [0, 1), and if `real` is not bool [batch token].
 
     Reference: Qiu et al., 2025, arXiv 2505.06708 (gate); OpenAI, 2025, arXiv 2508.10925 (logit).
     """
@@ -59,7 +64,10 @@ class GatedAttention(nn.Module):
         device: DeviceLike = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`head_dim` is dim // num_heads unless given; `num_kv_heads` is num_heads."""
+        """By default `head_dim` is dim // num_heads, and `num_kv_heads` is num_heads.
+
+        `device` and `dtype` as in torch's modules; `generator` must be on that device.
+        """
         super().__init__()
         if num_heads < 1 or (head_dim is None and dim % num_heads):
             raise InputError(f"dim={dim} must be a multiple of num_heads={num_heads}")
@@ -77,8 +85,8 @@ class GatedAttention(nn.Module):
         self.softmax, self.is_causal, self.dropout_p = softmax, is_causal, dropout_p
         inner, kv_inner = num_heads * self.head_dim, kv_heads * self.head_dim
         key_bias = qkv_bias and softmax != "vanilla"
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        drawn: dict[str, Any] = {"generator": generator, **place}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        drawn: dict[str, Any] = {"generator": generator, **factory}
         self.q_proj = linear(dim, inner, bias=qkv_bias, std=WEIGHT_STD, **drawn)
         self.k_proj = linear(dim, kv_inner, bias=key_bias, std=WEIGHT_STD, **drawn)
         self.v_proj = linear(dim, kv_inner, bias=qkv_bias, std=WEIGHT_STD, **drawn)
@@ -86,7 +94,7 @@ class GatedAttention(nn.Module):
         self.gate = None
         if gate is not None:
             self.gate = OutputGate(inner, num_heads, in_dim=dim, kind=gate, **drawn)
-        self.sink = SinkLogitAttention(num_heads, **place) if softmax == "learnable" else None
+        self.sink = SinkLogitAttention(num_heads, **factory) if softmax == "learnable" else None
 
     def forward(
         self,
@@ -104,7 +112,7 @@ class GatedAttention(nn.Module):
         return self.o_proj(heads)
 
     def _mask(self, x: Tensor, real: Tensor) -> Tensor:
-        """True where a query may see a key."""
+        """True where a query may attend to a key."""
         check_real(real, x)
         seen = real[:, None, None, :]
         if not self.is_causal:

@@ -1,4 +1,4 @@
-"""The output gate: what a head computed is let through or held back, a query at a time."""
+"""The output gate: scales what a head computed, per query."""
 
 from typing import Literal, get_args
 
@@ -12,20 +12,24 @@ from sinkwise.nn.linear import DeviceLike, linear
 GateKind = Literal["elementwise", "headwise"]
 
 PAPER_VARIANCE = 1e-6
-"""Variance of W_g at the start."""
+"""Initial variance of W_g."""
 PAPER_BIAS = 2.0
-"""b at the start: sigmoid(2) = 0.88, nearly open."""
+"""Initial b: sigmoid(2) = 0.88, nearly open."""
 
 
 class OutputGate(nn.Module):
-    """heads * sigmoid(W_g x + b): after the weighted sum of the values, before W_O.
+    r"""A sigmoid gate after the weighted sum of the values, before W_O.
 
-    x is the input of the attention layer, after the block's norm. `elementwise` has one factor for
-    each channel of the heads' outputs, `headwise` one for each head; both lie in (0, 1). A head
-    with nothing to add can close instead of looking at a token without a value. At the start
-    W_g ~ N(0, 1e-6) and b = 2, drawn from `generator`.
+    $$
+    \mathrm{heads} \odot \sigma(W_g x + b)
+    $$
 
-    Raises InputError for another `kind`, or where `dim` is no multiple of `num_heads`.
+    $x$ is the input of the attention layer, after the block's norm. `elementwise` has one factor
+    per channel of the heads' outputs, `headwise` one per head; all are in $(0, 1)$. A head with
+    nothing to add can close its gate instead of attending to a token without a value. The gate
+    starts with $W_g \sim N(0, 10^{-6})$, drawn from `generator`, and $b = 2$.
+
+    Raises InputError for an unknown `kind`, and if `dim` is not a multiple of `num_heads`.
 
     Reference: Qiu et al., 2025, arXiv 2505.06708 (position G1).
     """
@@ -41,7 +45,10 @@ class OutputGate(nn.Module):
         device: DeviceLike = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`dim` counts the channels of all heads; `in_dim` those of x, where they differ."""
+        """`dim` is the number of channels of all heads; `in_dim` that of x, if it differs.
+
+        `device` and `dtype` as in torch's modules; `generator` must be on that device.
+        """
         super().__init__()
         if kind not in get_args(GateKind):
             raise InputError(f"kind={kind!r} must be one of {', '.join(get_args(GateKind))}")
@@ -62,7 +69,7 @@ class OutputGate(nn.Module):
         nn.init.constant_(self.proj.bias, PAPER_BIAS)
 
     def factor(self, x: Float[Tensor, "*batch in_dim"]) -> Float[Tensor, "*batch factor"]:
-        """sigmoid(W_g x + b), each in (0, 1)."""
+        r"""$\sigma(W_g x + b)$, each in $(0, 1)$."""
         return torch.sigmoid(self.proj(x))
 
     def forward(

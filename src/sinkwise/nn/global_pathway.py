@@ -1,4 +1,4 @@
-"""A way of its own for what all tokens are told: a pooled update beside attention's."""
+"""A separate path for information that every token receives: a pooled update beside attention's."""
 
 from typing import Any
 
@@ -11,22 +11,29 @@ from sinkwise.nn.linear import DeviceLike, linear
 from sinkwise.nn.padding import check_real
 
 PENALTY_WEIGHT = 0.1
-"""The paper's factor on the common-mode fraction."""
+"""The paper's factor on the common-mode share."""
 
 
 class GlobalPathway(nn.Module):
-    """sigmoid(W_g x_i + b) * g with g = sum_j pi_j W_V x_j and pi = softmax_j(w . x_j).
+    r"""A pooled update for every token, with a gate per token.
 
-    The result is added to attention's update: heads then need no sink to tell everybody the same,
-    and `common_mode_penalty` on attention's own update makes that cost something. x is the normed
-    input of the block. Tokens that are not real (padding) are not pooled; a sample without any gets
-    0. g is the same for all tokens, so this is no layer for a causal model: it looks ahead.
+    $$
+    \sigma(W_g x_i + b) \odot g,\qquad
+    g = \sum_j \pi_j W_V x_j,\qquad
+    \pi = \operatorname{softmax}_j(w^\top x_j)
+    $$
 
-    The gate is per channel or, `headwise`, one factor a token. W_V ~ N(0, 0.02²), w = 0 (a mean
-    over tokens) and the gate as `OutputGate` at the start, drawn from `generator`. State dict:
-    `score.weight`, `v_proj.weight`, `gate.proj.weight`, `gate.proj.bias`.
+    Add the result to attention's update: heads then need no sink to send the same information to
+    every token, and `common_mode_penalty` on attention's own update discourages them from doing so.
+    $x$ is the block's normed input. Padding (`real` is False) is not pooled; a sample of padding
+    alone gets 0. $g$ depends on all tokens, later ones included: do not use it in causal models.
 
-    Raises InputError for another kind of gate, and where `real` is no bool [batch token].
+    The gate has one factor per channel or, if `headwise`, one per token. At the start
+    $W_V \sim N(0, 0.02^2)$, $w = 0$ (a mean over tokens), and the gate is as in `OutputGate`, drawn
+    from `generator`. State dict: `score.weight`, `v_proj.weight`, `gate.proj.weight`,
+    `gate.proj.bias`.
+
+    Raises InputError for an unknown gate, and if `real` is not bool [batch token].
 
     Reference: the revision of arXiv 2606.08105 (2026), as in its authors' code.
     """
@@ -40,9 +47,10 @@ class GlobalPathway(nn.Module):
         device: DeviceLike = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """`device` and `dtype` as in torch's modules; `generator` must be on that device."""
         super().__init__()
         factory: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
-        self.score = linear(dim, 1, bias=False, std=0.0, **{**factory, "generator": None})
+        self.score = linear(dim, 1, bias=False, std=0.0, **factory)
         self.v_proj = linear(dim, dim, bias=False, std=0.02, **factory)
         self.gate = OutputGate(dim, 1, kind=gate, **factory)
 
@@ -51,17 +59,17 @@ class GlobalPathway(nn.Module):
         x: Float[Tensor, "batch token dim"],
         real: Bool[Tensor, "batch token"] | None = None,
     ) -> Float[Tensor, "batch dim"]:
-        """g: what every token is told, before its gate."""
+        """$g$: the pooled update before the gate, the same for every token."""
         if real is not None:
             check_real(real, x)
             x = x.masked_fill(~real[..., None], 0.0)  # padding may hold NaN
         scores = self.score(x).squeeze(-1)
         if real is not None:
             scores = scores.masked_fill(~real, -torch.inf)
-            # A sample of padding alone pools zeros, with finite scores.
+            # A sample of padding alone pools zeros: its scores must be finite.
             scores = scores.masked_fill(~real.any(-1, keepdim=True), 0.0)
         weights = torch.softmax(scores, dim=-1)
-        # W_V after the sum: the same vector, for one product a sample instead of one a token.
+        # W_V after the sum: the same result, with one product per sample instead of one per token.
         return self.v_proj(torch.einsum("bt,btd->bd", weights, x))
 
     def forward(
@@ -78,14 +86,20 @@ def common_mode_penalty(
     *,
     weight: float = PENALTY_WEIGHT,
 ) -> Float[Tensor, ""]:
-    """weight * mean over samples of E(mean_i o_i) / E(o), E = mean squared entry; 0 to `weight`.
+    r"""The share of an update that all tokens have in common, times `weight`; 0 to `weight`.
 
-    o is attention's update, after its output projection. The fraction is 1 where every token gets
-    the same and 1 / tokens for updates that have nothing in common. Tokens that are not `real` are
-    left out; an update of zero, and a sample without a real token, has no common mode: 0. Add it to
-    the loss, for each layer.
+    $$
+    \mathrm{weight} \cdot \operatorname{mean}_{\mathrm{samples}}
+    \frac{E(\operatorname{mean}_i o_i)}{E(o)},\qquad
+    E(o) = \text{mean squared entry}
+    $$
 
-    Raises InputError where `real` is no bool [batch token].
+    $o$ is attention's update, after its output projection. The share is 1 if every token gets the
+    same, and 1 / tokens for updates that have nothing in common. Padding (`real` is False) is left
+    out; an update of zero, and a sample of padding alone, has no common mode: 0. Add the penalty to
+    the loss, once per layer.
+
+    Raises InputError if `real` is not bool [batch token].
 
     Reference: the revision of arXiv 2606.08105 (2026), as in its authors' code.
     """

@@ -1,9 +1,10 @@
-"""Linear layers that draw their weights from a given generator and leave the global one alone."""
+"""Linear layers whose weights come from a given generator, not from the global random state."""
 
 import torch
 from torch import nn
 
 DeviceLike = torch.device | str | int | None
+"""What torch's modules take as `device=`; None is torch's default device."""
 
 
 def linear(
@@ -16,7 +17,7 @@ def linear(
     device: DeviceLike,
     dtype: torch.dtype | None,
 ) -> nn.Linear:
-    """A linear layer with weights from N(0, std²) and biases of 0, without torch's own draws."""
+    """A linear layer with weights from N(0, std²) and biases of 0, not initialized by torch."""
     device = torch.get_default_device() if device is None else device
     layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, device=device, dtype=dtype)
     if std:

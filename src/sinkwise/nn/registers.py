@@ -1,4 +1,4 @@
-"""Register tokens: learned tokens before the sequence that carry nothing of the input."""
+"""Register tokens: learned tokens before the sequence, independent of the input."""
 
 import torch
 from jaxtyping import Float
@@ -9,12 +9,12 @@ from sinkwise.nn.linear import DeviceLike
 
 
 class RegisterTokens(nn.Module):
-    """`count` learned tokens of width `dim`, put before a sequence and dropped at its read-out.
+    r"""`count` learned tokens of width `dim`, prepended to a sequence and dropped at its end.
 
-    They start as distinct draws from N(0, std²): equal ones would stay equal. What a model
-    broadcasts, or throws away, can go through them instead of through a content token.
+    They start as distinct draws from $N(0, \mathrm{std}^2)$: equal registers would stay equal. What
+    a model broadcasts, or discards, can go through them instead of through a content token.
 
-    Raises InputError where there is no register.
+    Raises InputError for a count below 1.
 
     Reference: Darcet et al., 2024, arXiv 2309.16588.
     """
@@ -29,6 +29,7 @@ class RegisterTokens(nn.Module):
         device: DeviceLike = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """`device` and `dtype` as in torch's modules; `generator` must be on that device."""
         super().__init__()
         if count < 1:
             raise InputError(f"count={count} must be at least 1")
@@ -41,8 +42,9 @@ class RegisterTokens(nn.Module):
         return self.tokens.shape[0]
 
     def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch longer dim"]:
+        """`x` with the registers before it."""
         return torch.cat([self.tokens.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
 
     def drop(self, x: Float[Tensor, "batch longer dim"]) -> Float[Tensor, "batch token dim"]:
-        """The sequence without its registers."""
+        """`x` without its registers."""
         return x[:, self.count :]

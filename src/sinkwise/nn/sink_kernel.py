@@ -1,4 +1,4 @@
-"""out * sigmoid(lse - sink) inside the attention kernel's own passes: forward and backward."""
+"""A sink logit in the forward and backward passes of torch's CPU attention kernel."""
 
 from typing import Any
 
@@ -15,31 +15,33 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def refusal(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float
 ) -> str | None:
-    """Why torch's CPU kernel cannot take this call; None where it can."""
+    """Why torch's CPU kernel does not support this call, or None if it does."""
     if q.device.type != "cpu":
-        return f"runs on a CPU alone, q is on {q.device}"
+        return f"runs only on a CPU, and q is on {q.device}"
     if dropout_p:
-        return f"has no dropout, dropout_p={dropout_p} was given"
+        return f"has no dropout, and dropout_p={dropout_p} was given"
     if q.shape[-1] != v.shape[-1]:
-        return f"needs values as wide as keys, v has {v.shape[-1]} channels and k {k.shape[-1]}"
+        return f"needs values as wide as keys, and v has {v.shape[-1]} channels, k {k.shape[-1]}"
     if attn_mask is not None and attn_mask.requires_grad:
-        return "gives no gradient to attn_mask, which asks for one"
+        return "computes no gradient for attn_mask, which requires one"
     if q.numel() == 0 or k.numel() == 0:
         return "needs at least one query and one key"
     if q.dtype not in _DTYPES:
-        return f"does not compute in {q.dtype}"
+        return f"does not support {q.dtype}"
     return None
 
 
 class RescaledAttention(torch.autograd.Function):
-    """softmax attention with exp(sink) in the denominator, without its map.
+    r"""Softmax attention with exp(sink) in the denominator, without an attention map.
 
-    The kernel gives out and lse. With out' = out * sigmoid(lse - sink) and
-    lse' = log(exp(lse) + exp(sink)), its own backward pass is already the right one: it rebuilds
-    P' = exp(s - lse') and dS = P' * (dO v^T - dO . out'), and the sink, whose value is zero, gets
-    -exp(sink - lse') * dO . out'. So the sink costs two passes over the output and no product.
+    The kernel returns $\mathrm{out}$ and $\mathrm{lse}$. With
+    $\mathrm{out}' = \mathrm{out} \cdot \sigma(\mathrm{lse} - \mathrm{sink})$ and
+    $\mathrm{lse}' = \log(e^{\mathrm{lse}} + e^{\mathrm{sink}})$, its own backward pass is exact: it
+    recomputes $P' = e^{s - \mathrm{lse}'}$ and $dS = P' \odot (dO\, V^\top - dO \cdot
+    \mathrm{out}')$. The sink, whose value is zero, gets $-e^{\mathrm{sink} - \mathrm{lse}'} \,
+    dO \cdot \mathrm{out}'$. The sink therefore costs two passes over the output and no product.
 
-    A query without keys: the kernel's output is 0 and its lse 0, which leaves every gradient 0.
+    For a query without keys the kernel returns output 0 and lse 0, which makes every gradient 0.
     """
 
     @staticmethod
@@ -56,7 +58,7 @@ class RescaledAttention(torch.autograd.Function):
         out, lse = _forward(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
         logit = sink.to(lse.dtype)[:, None]
         out = (out * torch.sigmoid(lse - logit)[..., None]).to(out.dtype)
-        # As a sigmoid, where the difference of two infinities would not be a number.
+        # A sigmoid, because the difference of two infinities would be NaN.
         sink_share = torch.sigmoid(logit - lse)
         lse = torch.logaddexp(lse, logit)
         ctx.save_for_backward(q, k, v, out, lse, sink_share, bias)
@@ -66,8 +68,8 @@ class RescaledAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # once_differentiable would stay silent where grad_out itself asks for no gradient.
-            raise RuntimeError("form='rescale' of sink_attention has no second derivatives")
+            # once_differentiable raises nothing if grad_out itself does not require a gradient.
+            raise RuntimeError("sink_attention with form='rescale' has no second derivatives")
         q, k, v, out, lse, sink_share, bias = ctx.saved_tensors
         grads = _backward(
             grad_out, q, k, v, out, lse, 0.0, ctx.is_causal, attn_mask=bias, scale=ctx.scale

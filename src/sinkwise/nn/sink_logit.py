@@ -1,4 +1,4 @@
-"""The sink logit: a learned logit a head in the softmax's denominator, without a value."""
+"""The sink logit: one logit per head in the softmax's denominator, without a value."""
 
 from typing import Literal, get_args
 
@@ -15,22 +15,30 @@ from sinkwise.nn.sink_kernel import RescaledAttention, refusal
 
 SinkForm = Literal["auto", "column", "rescale"]
 
+Mask = Bool[Tensor, "#batch #head #query #key"] | Float[Tensor, "#batch #head #query #key"]
+"""True where a query may attend to a key, or a value that is added to its score."""
+
 
 def rescale(
     out: Float[Tensor, "batch head query value_dim"],
     lse: Float[Tensor, "batch head query"],
     sink: Float[Tensor, " head"],
 ) -> tuple[Float[Tensor, "batch head query value_dim"], Float[Tensor, "batch head query"]]:
-    """(out * sigmoid(lse - sink), log(exp(lse) + exp(sink))): a sink put after any kernel.
+    r"""A sink logit applied after any attention kernel: the new output and log-sum-exp.
 
-    `out` and `lse` (log-sum-exp of each query's scores) are those of attention without a sink, as
-    flash kernels and FlexAttention return them; a query without keys has lse = -inf, and gets
+    $$
+    \mathrm{out} \cdot \sigma(\mathrm{lse} - \mathrm{sink}),\qquad
+    \log(e^{\mathrm{lse}} + e^{\mathrm{sink}})
+    $$
+
+    `out` and `lse` (the log-sum-exp of each query's scores) are those of attention without a sink,
+    as flash kernels and FlexAttention return them. A query without keys has lse = -inf, and gets
     output 0 and lse = sink. All three arguments get exact gradients.
 
     Reference: OpenAI, 2025, gpt-oss, arXiv 2508.10925.
     """
     logit = sink.to(lse.dtype)[:, None]
-    # -inf - (-inf) is no number, and some kernels' output for a query without keys is none either.
+    # -inf - (-inf) is NaN, and so is the output of some kernels for a query without keys.
     empty = lse == -torch.inf
     lse = lse.masked_fill(empty, 0.0)
     scaled = out.masked_fill(empty[..., None], 0.0) * torch.sigmoid(lse - logit)[..., None]
@@ -44,34 +52,40 @@ def sink_attention(
     v: Float[Tensor, "batch kv_head key value_dim"],
     sink: Float[Tensor, " head"],
     *,
-    attn_mask: Bool[Tensor, "#batch #head #query #key"]
-    | Float[Tensor, "#batch #head #query #key"]
-    | None = None,
+    attn_mask: Mask | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
     form: SinkForm = "auto",
 ) -> Float[Tensor, "batch head query value_dim"]:
-    """out_i = sum_j exp(s_ij) v_j / (exp(sink) + sum_j exp(s_ij)), s = q k^T * scale + mask.
+    r"""Attention with a sink logit in the softmax's denominator.
 
-    The head's weights sum to less than 1 and the sink takes the rest, so a head with nothing to
-    add can write nothing. Any logit from -inf (plain attention) up is finite; a query without keys
-    gets output 0. `attn_mask` is True where a key may be seen, or is added to the scores and hides
-    where it is -inf or its dtype's lowest value; heads may be grouped; `scale` is
-    head_dim ** -0.5 unless given. q, k, v and sink get exact gradients.
+    $$
+    \mathrm{out}_i = \frac{\sum_j e^{s_{ij}} v_j}{e^{\mathrm{sink}} + \sum_j e^{s_{ij}}},\qquad
+    s = q k^\top \cdot \mathrm{scale} + \mathrm{mask}
+    $$
 
-    The forms agree, and neither keeps a map:
-    - `rescale`: out * sigmoid(lse - sink) with torch's CPU kernel (float64, 32, 16; no dropout);
+    A head's weights sum to less than 1 and the sink takes the rest, so a head with nothing to add
+    can write nothing. The output is finite for any logit from -inf (plain attention) upward; a
+    query without keys gets output 0. `attn_mask` is True where a query may attend to a key, or is
+    added to the scores and masks a key with -inf or the lowest value of its dtype. Heads may be
+    grouped. `scale` is head_dim ** -0.5 unless given. q, k, v and sink get exact gradients.
+
+    Two forms agree, and neither keeps a map:
+
+    - `rescale`: out * sigmoid(lse - sink) with torch's CPU kernel, in float64, float32, float16
+      and bfloat16, without dropout.
     - `column`: one more key whose score is the sink and whose value is zero, through
-      F.scaled_dot_product_attention on any device. The logit is rounded to q's dtype.
-    `auto` takes `rescale` where it can. Neither has second derivatives on a CPU.
+      F.scaled_dot_product_attention on any device. The logit is rounded to the dtype of q.
 
-    Raises InputError where the shapes do not fit, for `is_causal` beside a mask or with another
-    number of keys than queries, and for a form that cannot honour an option.
+    `auto` chooses `rescale` if the call supports it. Neither form has second derivatives on a CPU.
+
+    Raises InputError if the shapes do not fit, for `is_causal` with a mask or with unequal numbers
+    of keys and queries, and for a form that does not support an option.
 
     Reference: OpenAI, 2025, gpt-oss, arXiv 2508.10925.
     """
-    if has_torch_function((q, k, v, sink)):  # sinkwise.capture sees one call, not what is inside
+    if has_torch_function((q, k, v, sink)):  # sinkwise.capture sees one call, not its inside
         return handle_torch_function(
             sink_attention,
             (q, k, v, sink),
@@ -92,18 +106,19 @@ def sink_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     reason = refusal(q, k, v, attn_mask, dropout_p)
     if form == "rescale" and reason is not None:
-        raise InputError(f"form='rescale' {reason}: use form='column'")
+        raise InputError(f"form='rescale' {reason}; use form='column'")
     bias = None if attn_mask is None else _bias(attn_mask, q.dtype, k.shape[2])
     if form == "column" or reason is not None:
         return column(q, k, v, sink, bias, is_causal, scale, dropout_p)
-    # The kernel reads rows of channels as they lie.
+    # The kernel needs contiguous channels.
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     return RescaledAttention.apply(q, k, v, sink, bias, is_causal, scale)
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """What autocast does to the arguments of F.scaled_dot_product_attention: rotated queries are
-    float32 beside values in half precision.
+    """What autocast does to an argument of F.scaled_dot_product_attention.
+
+    Without it, rotated queries would be float32 and values in half precision.
     """
     device = tensor.device.type
     known = torch.amp.is_autocast_available(device)
@@ -131,7 +146,7 @@ def _check(
             f"{heads} heads of q must be a multiple of the {kv_heads} heads of k and v"
         )
     if sink.shape != (heads,):
-        raise InputError(f"sink {tuple(sink.shape)} must be one logit for each of {heads} heads")
+        raise InputError(f"sink {tuple(sink.shape)} must be ({heads},), one logit per head")
     if not 0.0 <= dropout_p < 1.0:
         raise InputError(f"dropout_p={dropout_p} must be at least 0 and below 1")
     if attn_mask is not None:
@@ -142,16 +157,16 @@ def _check(
         if attn_mask.dim() != 4 or any(size not in (1, full) for size, full in sizes):
             raise InputError(f"attn_mask {tuple(attn_mask.shape)} must broadcast to {whole}")
     if is_causal and attn_mask is not None:
-        raise InputError("is_causal=True beside an attn_mask: put the causal order into the mask")
+        raise InputError("is_causal=True with an attn_mask; put the causal order into the mask")
     if is_causal and q.shape[2] != k.shape[2]:
         raise InputError(
-            f"is_causal=True needs as many keys as queries, not {k.shape[2]} and {q.shape[2]}: "
-            "give an attn_mask"
+            f"is_causal=True needs as many keys as queries, not {k.shape[2]} and {q.shape[2]}; "
+            "give an attn_mask instead"
         )
 
 
 def _bias(attn_mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
-    """The mask as numbers to add, -inf where hidden."""
+    """The mask as values to add to the scores, -inf where a key is masked."""
     if attn_mask.dtype == torch.bool:
         bias = torch.zeros_like(attn_mask, dtype=dtype).masked_fill(~attn_mask, -torch.inf)
     else:
@@ -160,14 +175,14 @@ def _bias(attn_mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
 
 
 class SinkLogitAttention(nn.Module):
-    """`sink_attention` with one learned logit a head: `logit` [head], all `init` at the start.
+    """`sink_attention` with one learned logit per head: the parameter `logit` [head].
 
-    At 0 it starts as softmax-one. A start far below every query's log-sum-exp (-20 at random
-    weights, -40 in trained models) leaves a model nearly as it is; the logit's gradient is then as
-    small as the share that the sink takes.
+    All logits start at `init`. At 0, attention starts as softmax-one. A start far below every
+    query's log-sum-exp (-20 at random weights, -40 in trained models) hardly changes a model, but
+    the gradient of the logit is then as small as the share that the sink takes.
 
-    Raises InputError where there is no head, or where `init` is not finite: a sink at -inf would
-    never get a gradient.
+    Raises InputError for fewer than one head, and for an `init` that is not finite: a logit of -inf
+    would never get a gradient.
 
     Reference: OpenAI, 2025, gpt-oss, arXiv 2508.10925.
     """
@@ -180,11 +195,12 @@ class SinkLogitAttention(nn.Module):
         device: DeviceLike = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """`device` and `dtype` as in torch's modules."""
         super().__init__()
         if num_heads < 1:
             raise InputError(f"num_heads={num_heads} must be at least 1")
         if not -float("inf") < init < float("inf"):
-            raise InputError(f"init={init} must be finite: a logit at -inf never gets a gradient")
+            raise InputError(f"init={init} must be finite: a logit of -inf never gets a gradient")
         self.logit = nn.Parameter(torch.full((num_heads,), float(init), device=device, dtype=dtype))
 
     def forward(
@@ -193,9 +209,7 @@ class SinkLogitAttention(nn.Module):
         k: Float[Tensor, "batch kv_head key head_dim"],
         v: Float[Tensor, "batch kv_head key value_dim"],
         *,
-        attn_mask: Bool[Tensor, "#batch #head #query #key"]
-        | Float[Tensor, "#batch #head #query #key"]
-        | None = None,
+        attn_mask: Mask | None = None,
         is_causal: bool = False,
         scale: float | None = None,
         dropout_p: float = 0.0,

@@ -1,4 +1,4 @@
-"""A learned token before every sequence, for heads to look at when they have nothing to add."""
+"""A learned token before every sequence, to which heads attend when they have nothing to add."""
 
 import torch
 from jaxtyping import Float
@@ -8,10 +8,11 @@ from sinkwise.nn.linear import DeviceLike
 
 
 class SinkToken(nn.Module):
-    """One learned vector put before a sequence of embeddings: T tokens become T + 1.
+    r"""One learned vector, prepended to a sequence of embeddings: T tokens become T + 1.
 
-    A model that is trained with it gathers its sinks there, so that a sink cache needs this one
-    token (`num_sink_tokens=1`). Take the first position of the output off again with `without`.
+    A model that is trained with it concentrates its sinks there, so that a sink cache needs this
+    token only (`num_sink_tokens=1`). `without` drops the first position of the output again. The
+    vector starts as a draw from $N(0, \mathrm{std}^2)$.
 
     Reference: Xiao et al., 2023, arXiv 2309.17453, section 3.3.
     """
@@ -24,6 +25,7 @@ class SinkToken(nn.Module):
         device: DeviceLike = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """`device` and `dtype` as in torch's modules."""
         super().__init__()
         self.vector = nn.Parameter(torch.randn(dim, device=device, dtype=dtype) * std)
 

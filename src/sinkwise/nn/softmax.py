@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from sinkwise.errors import InputError
 
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
-"""What joins the denominator: nothing, exp(0), or exp of a learned logit a head."""
+"""What is added to the denominator: nothing, exp(0), or exp of a learned logit per head."""
 
 
 def _softmax(scores: Tensor, sink: Tensor, dim: int) -> Tensor:
-    """e^x / (e^sink + sum e^x); `sink` has size 1 along `dim`, or no axis at all."""
+    """e^x / (e^sink + sum e^x); `sink` has size 1 along `dim`, or is a scalar."""
     if scores.shape[dim] == 0:
         return scores
     dtype = torch.promote_types(scores.dtype, torch.float32)
     x, logit = scores.to(dtype), sink.to(dtype)
-    # The sink is part of the maximum: a logit of 100 must not overflow. The result does not depend
-    # on the shift, so that no gradient has to pass through it.
+    # The maximum includes the sink: a logit of 100 must not overflow. The result does not depend on
+    # the shift, so it needs no gradient.
     top = torch.maximum(x.amax(dim, keepdim=True), logit).detach()
     top = top.masked_fill(top == -torch.inf, 0.0)
     powers = torch.exp(x - top)
@@ -28,10 +28,14 @@ def _softmax(scores: Tensor, sink: Tensor, dim: int) -> Tensor:
 
 
 def softmax_one(x: Float[Tensor, "*axes"], dim: int = -1) -> Float[Tensor, "*axes"]:
-    """e^x / (1 + sum e^x) along `dim`: the softmax beside one more score of 0, which is left out.
+    r"""The softmax beside one more score of 0, which is then dropped, along `dim`.
 
-    The weights lie in [0, 1] and sum to less than 1: where all scores are low they sum to nearly 0.
-    Computed in float32 or better; scores of -inf get 0, also where there is nothing else.
+    $$
+    \frac{e^{x_i}}{1 + \sum_j e^{x_j}}
+    $$
+
+    The weights lie in [0, 1] and sum to less than 1: to nearly 0 if all scores are low. Computed in
+    float32 or better; scores of -inf get weight 0, also if there are no others.
 
     >>> softmax_one(torch.zeros(3))
     tensor([0.2500, 0.2500, 0.2500])
@@ -46,13 +50,18 @@ def softmax(
     kind: SoftmaxType = "vanilla",
     sink: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, "batch head query key"]:
-    """e^s / (e^sink + sum_key e^s), with e^sink = 0 for `vanilla` and 1 for `off-by-one`.
+    r"""Softmax over the keys, with a sink in the denominator that `kind` determines.
 
-    The map itself, for eager attention and as the plain form of `sink_attention`. A query whose
-    scores are all -inf gets weights 0, whatever the kind.
+    $$
+    \frac{e^{s}}{e^{\mathrm{sink}} + \sum_{\mathrm{key}} e^{s}}
+    $$
 
-    Raises InputError for another `kind`, for `learnable` without a logit for each head, and for a
-    logit that the kind does not use.
+    $e^{\mathrm{sink}}$ is 0 for `vanilla`, 1 for `off-by-one`, and learned for `learnable`. This is
+    the map itself, for eager attention and as the reference for `sink_attention`. A query whose
+    scores are all -inf gets weights of 0, whatever the kind.
+
+    Raises InputError for an unknown `kind`, for `learnable` without one logit per head, and for a
+    logit with any other kind.
 
     Reference: NVIDIA, 2025, TransformerEngine (the names); OpenAI, 2025, gpt-oss, arXiv 2508.10925.
     """
@@ -62,15 +71,17 @@ def softmax(
     if kind == "learnable":
         if sink is None or sink.shape != (heads,):
             given = None if sink is None else tuple(sink.shape)
-            raise InputError(f"sink {given} must be one logit for each of {heads} heads")
+            raise InputError(
+                f"sink {given} must be ({heads},), one logit per head, for kind='learnable'"
+            )
         return _softmax(scores, sink[:, None, None], -1)
     if sink is not None:
-        raise InputError(f"kind={kind!r} has no learned logit: sink must be None")
+        raise InputError(f"kind={kind!r} has no learned logit; sink must be None")
     return _softmax(scores, scores.new_full((), -torch.inf if kind == "vanilla" else 0.0), -1)
 
 
 class SoftmaxOne(nn.Module):
-    """`softmax_one` along `dim`, in the place of nn.Softmax.
+    """`softmax_one` along `dim`, in place of nn.Softmax. It has no parameters.
 
     Reference: Miller, 2023, "Attention is off by one" (no arXiv id).
     """

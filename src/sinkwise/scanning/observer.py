@@ -10,7 +10,7 @@ from sinkwise.core.layout import TokenLayout
 from sinkwise.core.records import AttentionRecord
 from sinkwise.diagnosis.rules import Rules
 from sinkwise.hosts.blocks import Block
-from sinkwise.hosts.layouts import is_cross, is_decoder
+from sinkwise.hosts.cross_attention import is_cross, is_decoder
 from sinkwise.measure.call import CallMeter
 from sinkwise.measure.call_tokens import CallTokens
 from sinkwise.measure.residual import ResidualCache

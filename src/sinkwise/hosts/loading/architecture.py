@@ -1,7 +1,6 @@
-"""What a model is without its weights: enough words to build it again."""
+"""A model without its weights: a description that is enough to build it again."""
 
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +8,32 @@ import torch
 from torch import nn
 
 from sinkwise.errors import InputError
+from sinkwise.hosts.loading.optional import optional
 
 TIMM_OPTIONS = ("num_classes", "global_pool", "dynamic_img_size")
-"""What `timm.create_model` was given beside the name, as far as timm's models remember it."""
+"""Arguments of `timm.create_model` besides the name, as far as timm's models store them."""
 
 
 def describe(
     model: nn.Module, folder: Path, timm_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Words that `build` makes the model from; its configuration goes into `folder`.
+    """The description that `build` needs; a transformers configuration is written to `folder`.
 
-    `timm_options` are what `timm.create_model` was given beside the name, if that is more than
-    the model remembers. Raises InputError for models of neither transformers nor timm.
+    `timm_options` are the arguments of `timm.create_model` besides the name, if there are more than
+    the model stores. Raises InputError for models of neither transformers nor timm.
     """
     import transformers
 
     name = type(model).__name__
     architecture = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if timm_options is not None and architecture is None:
-        raise InputError(f"timm_options={dict(timm_options)!r}: {name} is no model of timm's")
+        raise InputError(f"timm_options={dict(timm_options)!r}: {name} is not a model of timm")
     if isinstance(model, transformers.PreTrainedModel):
         if getattr(transformers, name, None) is not type(model):
-            raise InputError(f"{name} is not among transformers' own classes: it cannot be rebuilt")
+            raise InputError(
+                f"{name} is not one of transformers' own classes and cannot be rebuilt; save its "
+                "state_dict() instead"
+            )
         model.config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
@@ -41,30 +44,32 @@ def describe(
         options |= timm_options or {}
         return {"library": "timm", "architecture": architecture, "options": options}
     raise InputError(
-        f"{name} can be saved if transformers, or timm.create_model, has made it; keep this one's "
-        "state_dict() and mitigate it again"
+        f"{name} cannot be rebuilt, as it is not from transformers or timm.create_model; save its "
+        "state_dict(), and mitigate the model again before loading it"
     )
 
 
-def build(words: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> nn.Module:
-    """The model that `describe` described, its weights drawn at random."""
-    if words["library"] == "timm":
+def build(description: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The described model at random weights.
+
+    Raises InputError if its library is missing or does not know it.
+    """
+    if description["library"] == "timm":
+        timm = optional("timm", extra="vision", needed_by="this model")
+        name, options = description["architecture"], description["options"]
         try:
-            timm = import_module("timm")
-        except ImportError as error:
-            raise InputError("this model needs timm: pip install 'sinkwise[vision]'") from error
-        try:
-            model = timm.create_model(words["architecture"], pretrained=False, **words["options"])
+            model = timm.create_model(name, pretrained=False, **options)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise InputError(
-                f"timm cannot make {words['architecture']!r} with {words['options']}: {error}"
-            ) from error
+            raise InputError(f"timm cannot build {name!r} with {options}: {error}") from error
         return model.to(dtype)
     import transformers
 
-    cls = getattr(transformers, words["class"], None)
+    cls = getattr(transformers, description["class"], None)
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-        raise InputError(f"transformers {transformers.__version__} has no model {words['class']!r}")
+        raise InputError(
+            f"transformers {transformers.__version__} has no model {description['class']!r}; "
+            "install a version that has it"
+        )
     known: Any = cls  # transformers annotates these too narrowly
     model = known._from_config(known.config_class.from_pretrained(folder), dtype=dtype)
     if (folder / "generation_config.json").is_file():

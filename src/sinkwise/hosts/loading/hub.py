@@ -1,4 +1,4 @@
-"""Models from a repository's own code: torch.hub's, asked for by name."""
+"""Models built by a repository's own code, through torch.hub."""
 
 import contextlib
 import io
@@ -24,35 +24,39 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?")
 def load_hub(name: str) -> tuple[nn.Module, Source]:
     """`REPO/NAME`: the entry point NAME of a hubconf.py, called without arguments.
 
-    REPO is a folder or a repository of GitHub, `owner/repository` or `owner/repository:branch`.
-    Its code is run, with all that it downloads: writing `hub:` is consent to that.
+    REPO is a folder or a GitHub repository, `owner/repository` or `owner/repository:branch`. Its
+    code runs, and may download more: writing `hub:` is consent to that.
+
+    Raises InputError for any other form, and if the entry point fails or returns no module.
     """
     spec = f"hub:{name}"
-    place, _, entry = name.rpartition("/")
-    local = os.path.isdir(place)
-    if not entry.isidentifier() or not (local or _REPOSITORY.fullmatch(place)):
+    repository, _, entry = name.rpartition("/")
+    local = os.path.isdir(repository)
+    if not entry.isidentifier() or not (local or _REPOSITORY.fullmatch(repository)):
         raise InputError(
-            f"model {spec!r} is not hub:REPO/NAME: a folder with a hubconf.py or owner/repository, "
-            "and an entry point of it"
+            f"model {spec!r} is not hub:REPO/NAME: REPO is owner/repository or a folder with a "
+            "hubconf.py, NAME one of its entry points"
         )
-    if local and not os.path.isfile(os.path.join(place, "hubconf.py")):
-        raise InputError(f"model {spec!r}: {place} has no hubconf.py")
+    if local and not os.path.isfile(os.path.join(repository, "hubconf.py")):
+        raise InputError(f"model {spec!r}: {repository} has no hubconf.py")
     source: Any = "local" if local else "github"
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # torch.hub prints what it does
-            model = torch.hub.load(place, entry, source=source, trust_repo=True, verbose=False)
+        with contextlib.redirect_stdout(io.StringIO()):  # torch.hub prints its progress
+            model = torch.hub.load(repository, entry, source=source, trust_repo=True, verbose=False)
     except MemoryError:
         raise
-    except Exception as error:  # foreign code raises anything
-        hint = "an entry point of its hubconf.py that runs without arguments is right"
+    except Exception as error:  # a repository's code raises anything
+        hint = "an entry point of its hubconf.py that needs no arguments can be loaded"
         raise unusable(spec, error, hint) from error
     if not isinstance(model, nn.Module):
-        raise InputError(f"model {spec!r} is a {type(model).__name__}, not a torch module")
+        raise InputError(
+            f"model {spec!r} is a {type(model).__name__}, not a torch module; NAME must return one"
+        )
     return model, Source(spec, image=_image(model))
 
 
 def _image(model: nn.Module) -> ImagePreprocessing | None:
-    """ImageNet's colours at the size that the patch embedding was made for (DINO's way)."""
+    """ImageNet's mean and deviation at the size of the patch embedding, as DINO's code does."""
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     size = size[0] if isinstance(size, tuple) else size
     return None if size is None else ImagePreprocessing(size, IMAGENET_MEAN, IMAGENET_STD)

@@ -1,4 +1,4 @@
-"""Where a model came from, remembered beside the model and never on it."""
+"""Where a model came from, recorded beside the model and never on it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class ImagePreprocessing:
-    """How a vision model wants its pictures: a square crop, normalised channel by channel."""
+    """How a vision model's images are prepared: a square crop, normalized per channel."""
 
     size: int
     """Height and width of the crop, in pixels."""
@@ -28,31 +28,31 @@ class ImagePreprocessing:
 
 @dataclass(frozen=True)
 class Source:
-    """The name a model was loaded by, and what its inputs need."""
+    """The name that a model was loaded by, and how its inputs are prepared."""
 
     spec: str
-    """What was given to `load`."""
+    """The model name or folder given to `load`."""
     tokenizer: Any | None = None
-    """The model's own tokenizer, where it has one."""
+    """The model's own tokenizer, if it has one."""
     image: ImagePreprocessing | None = None
-    """The preprocessing of its pictures, where it takes any."""
+    """The preprocessing of its images, if it takes any."""
 
 
-# Weak, so that remembering a model never keeps its weights alive; by identity, as modules hash.
+# Weak, so that an entry never keeps a model's weights alive; by identity, as modules hash.
 _SOURCES: WeakKeyDictionary[nn.Module, Source] = WeakKeyDictionary()
 
 
 def register(model: nn.Module, source: Source) -> None:
-    """Remember where `model` came from; the model itself is not touched."""
+    """Record where `model` came from, without changing the model itself."""
     _SOURCES[model] = source
 
 
 def source_of(model: nn.Module) -> Source | None:
-    """Where `model` came from, or None if it was not loaded by sinkwise."""
+    """The source of `model`, or None if sinkwise did not load it."""
     return _SOURCES.get(model)
 
 
 def unusable(spec: str, error: Exception, hint: str) -> InputError:
-    """What to say when foreign code failed to load `spec`: its first line, and what would do."""
+    """The error for a `spec` that a library failed to load: its first line, and a hint."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return InputError(f"model {spec!r} cannot be loaded: {lines[0].strip()} ({hint})")

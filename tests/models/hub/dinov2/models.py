@@ -31,7 +31,7 @@ class MemEffAttention(Attention):
 
 
 class LayerScale(nn.Module):
-    """A learned factor a channel."""
+    """A learned factor per channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class NestedTensorBlock(nn.Module):
 
 
 class BlockChunk(nn.ModuleList):
-    """Some blocks behind as many identities as there are blocks before."""
+    """Some blocks, after one identity for each block of earlier chunks."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self:

@@ -40,14 +40,14 @@ class SelfAttention(nn.Module):
 
 
 def rotated(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Patches turned by their place; the tokens before them stay."""
+    """Rotary positions for the patches, not for the tokens before them."""
     prefix, patches = x[:, :, : -sin.shape[0]], x[:, :, -sin.shape[0] :]
     one, two = patches.chunk(2, dim=-1)
     return torch.cat([prefix, patches * cos + torch.cat([-two, one], dim=-1) * sin], dim=2)
 
 
 class LayerScale(nn.Module):
-    """A learned factor a channel."""
+    """A learned factor per channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class DinoVisionTransformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(DIM, eps=1e-5), nn.Identity()
 
     def load_masks(self) -> None:
-        """What a checkpoint holds: no bias for the keys."""
+        """What a checkpoint sets: no bias for the keys."""
         for block in self.blocks:
             block.attn.qkv.bias_mask.fill_(1.0)
             block.attn.qkv.bias_mask[DIM : 2 * DIM] = 0.0
