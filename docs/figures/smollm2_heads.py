@@ -1,7 +1,7 @@
 """README's map of SmolLM2's heads, layers from left to right.
 
-    sinkwise diagnose pypi:smollm2-135m --text tests/texts/pride.txt --length 133 --samples 8
-    python docs/figures/smollm2_heads.py scan
+sinkwise diagnose pypi:smollm2-135m --text tests/texts/pride.txt --length 133 --samples 8
+python docs/figures/smollm2_heads.py scan
 """
 
 import sys
