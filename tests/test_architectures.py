@@ -26,11 +26,11 @@ def test_every_model_has_a_row_and_no_other() -> None:
 
 def test_rows_say_what_the_models_are_tested_for() -> None:
     for case in CASES + EXTRA:
-        _, _, _, kernels, calls, causal, told, sites, silent, _ = table()[architecture(case.name)]
+        _, _, _, kernels, calls, causal, source, sites, silent, _ = table()[architecture(case.name)]
         assert kernel(case) in kernels.split(", ")
         assert int(calls) == len(case.layers)
         assert causal in ("", str(sum(case.each("causal"))))
-        assert ("map" in told) == (not all(case.each("faithful")))
+        assert ("map" in source) == (not all(case.each("faithful")))
         assert len([name for name in silent.split(", ") if name]) == case.silent
         assert sites
 
@@ -47,6 +47,6 @@ def test_models_without_attention_are_named() -> None:
         assert f"| {name} | " in PAGE[PAGE.index(TAIL) :]
 
 
-def test_the_head_is_the_command_s() -> None:
+def test_the_page_opens_as_the_command_prints() -> None:
     before, after = HEAD.split("{versions}")
     assert PAGE.startswith(before) and after in PAGE

@@ -33,33 +33,36 @@ LIBRARIES = {
 
 HEAD = """# Architectures
 
-What `sinkwise.conformance.check_model` finds for each small model of `tests/models`, built at
-random weights from its configuration
-({versions}).
-Made by
+![Number of architectures by library](architectures.png)
+
+**Every check passes for every architecture below**, on small models built at random weights from their
+configurations ({versions}): bit-equal outputs, records that reproduce the model's own output, shapes,
+probabilities, causality, key/value heads, output projections, layer numbers, and no trace left in the model,
+also after an exception in the callback or in the model (`flex`: all except the checks for traces).
+`sinkwise.check_model` runs the same checks on your own model.
+
+- **kernels**: the attention implementations that the model can be set to; each was captured and gave the
+  same calls.
+- **calls**: softmax attention calls in one forward pass. **causal**: how many of them were found to be
+  causal by changing the last token (empty for images).
+- **map from**: `fields` if queries, keys, scale, mask, cap and sink logit determine the attention map;
+  `map` if only the model's own map does (talking heads).
+- **sites**: whether the weights of each head are known from a `layout`, `measured` from the Jacobian, or
+  unknown (`none`).
+- **silent blocks**: blocks without softmax attention, as `Coverage.silent` lists them.
+
+The table is made by
 
     python -m tests.models > docs/architectures.md
 
-Every check passes for every row: bit-equal outputs, records that give the model's own output,
-shapes, probabilities, causality, key/value heads, output projections, layer numbers, no trace left,
-also after an exception in the callback or in the model (`flex`: all but the checks for traces).
-
-- **kernels**: how the model can be told to attend; each was captured and gave the same calls.
-- **calls**: softmax attention calls of one forward pass; **causal**: how many of them were found to
-  be so by changing the last token (empty for pictures).
-- **told by**: `fields` where q, k, scale, mask, cap and sink logit give the whole map; `map` where
-  only the model's own map does (talking heads).
-- **sites**: the weights of each head by a known `layout`, `measured` from the Jacobian, or `none`.
-- **silent blocks**: blocks without softmax attention, as `Coverage.silent` names them.
-
-| name | class | library | kernels | calls | causal | told by | sites | silent blocks | notes |
+| name | class | library | kernels | calls | causal | map from | sites | silent blocks | notes |
 |---|---|---|---|---:|---:|---|---|---|---|
 """
 
 TAIL = """
 ## No softmax attention
 
-`capture` raises CaptureError for these, and makes no record.
+`capture` raises CaptureError for these and makes no record.
 
 | architecture | class | library |
 |---|---|---|
@@ -86,7 +89,7 @@ def row(name: str) -> str:
     counts = {len(sample.records) for _, sample, _ in found.values()}
     assert len(counts) == 1, f"{name}: the kernels differ in their calls: {counts}"
     records = sample.records
-    told = Counter("fields" if record.faithful else "map" for record in records)
+    sources = Counter("fields" if record.faithful else "map" for record in records)
     cells = [
         name,
         type(model).__name__.lstrip("_"),
@@ -94,7 +97,7 @@ def row(name: str) -> str:
         ", ".join(found),
         str(len(records)),
         causal,
-        shares(told),
+        shares(sources),
         shares(Counter(sites(sample).values())),
         ", ".join(f"`{block}`" for block in sample.coverage.silent),
         "; ".join(notes(records)),
@@ -174,9 +177,9 @@ def notes(records: list[AttentionRecord]) -> list[str]:
     found = []
     groups = {record.group for record in records} - {1}
     if groups:
-        found.append(f"{', '.join(map(str, sorted(groups)))} query heads a key/value head")
+        found.append(f"{', '.join(map(str, sorted(groups)))} query heads per key/value head")
     if any(record.q.shape[2] != record.k.shape[2] for record in records):
-        found.append("other keys than queries")
+        found.append("more or fewer keys than queries")
     if any(record.mask.window is not None for record in records):
         found.append("sliding window")
     if any(record.softcap is not None for record in records):
@@ -186,7 +189,7 @@ def notes(records: list[AttentionRecord]) -> list[str]:
     if any(record.mask.additive is not None and biased(record) for record in records):
         found.append("bias")
     if any(record.v.shape[3] != record.k.shape[3] for record in records):
-        found.append("values of another width")
+        found.append("values of a different width")
     if len({record.name for record in records}) < len(records):
         found.append("modules run more than once")
     return found
