@@ -25,8 +25,8 @@ model = sw.load(options.model)
 scan = sw.scan(model, sw.text(options.text, length=options.length, samples=4, batch_size=2))
 
 # The `layers` frame follows the residual stream and the first token. Sinks in language models come
-# with a jump of the first token's norm: the layer after which it happens is the one whose MLP writes
-# it, and in the layers that follow most heads attend to that token.
+# with a jump of the first token's norm: the layer after which it happens is the one whose MLP
+# writes it, and in the layers that follow most heads attend to that token.
 
 print("layer  attention to token 0  norm of token 0 / median  heads with a sink")
 for row in scan.layers.iter_rows(named=True):

@@ -67,10 +67,10 @@ def train(model: nn.Module) -> float:
 plain = build()
 print(f"plain:  accuracy {train(plain):.2f}")
 
-# For the second run, `sw.mitigate` is the one new line. It must come before the optimizer is made, so
-# that the gates' parameters are trained as well. With the default `init="identity"` a gated model
-# starts with exactly the same outputs as without, which also makes it safe to continue training a
-# pretrained model; `init="paper"` starts as in the paper, for training from scratch.
+# For the second run, `sw.mitigate` is the one new line. It must come before the optimizer is made,
+# so that the gates' parameters are trained as well. With the default `init="identity"` a gated
+# model starts with exactly the same outputs as without, which also makes it safe to continue
+# training a pretrained model; `init="paper"` starts as in the paper, for training from scratch.
 
 gated = build()
 parameters = sum(p.numel() for p in gated.parameters())
@@ -99,9 +99,9 @@ for name, factor in factors.items():
     ranges = ", ".join(f"{a:.2f} to {b:.2f}" for a, b in zip(low, high, strict=True))
     print(f"  {name.partition('.attn')[0]}: gates of the heads, over all tokens: {ranges}")
 
-# Does training with gates change the sinks? These models are small and their task is easy: the one sink
-# that they grow is a broadcast, which a gate leaves alone. [Mitigations](../docs/mitigations.md) has
-# models with NOP sinks, which a gate removes.
+# Does training with gates change the sinks? These models are small and their task is easy: the one
+# sink that they grow is a broadcast, which a gate leaves alone.
+# [Mitigations](../docs/mitigations.md) has models with NOP sinks, which a gate removes.
 
 for name, model in (("plain", plain), ("gated", gated)):
     scan = sw.scan(model, [images], rules="mean")

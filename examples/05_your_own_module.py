@@ -14,8 +14,8 @@ import sinkwise as sw
 
 torch.manual_seed(0)
 
-# The module under test: one attention layer whose projections lie in one matrix, in an order that no
-# known library uses.
+# The module under test: one attention layer whose projections lie in one matrix, in an order that
+# no known library uses.
 
 
 class Mixer(nn.Module):
@@ -59,8 +59,8 @@ for result in sw.check_model(model, x):
     print(f"  {result.check:34} {result.status:8} {result.message}")
 
 # A scan takes an iterable of batches. This model is untrained and has no sinks, so we plant one. In
-# layer 0 all queries of head 0 become large along one channel, token 0 alone has a key along it, and
-# the values ignore what marks token 0.
+# layer 0 all queries of head 0 become large along one channel, token 0 alone has a key along it,
+# and the values ignore what marks token 0.
 
 with torch.no_grad():
     weight = model.layers[0].everything.weight.unflatten(0, (4, 8, 3))
@@ -72,8 +72,8 @@ x[..., 1] = 6.0  # every token is large in channel 1,
 x[:, 0] = 0.0
 x[:, 0, 0] = 30.0  # and token 0 in channel 0 alone
 
-# Which output weights belong to which head is not known here, so the value ratio is the raw one: norms
-# of the values before the output projection instead of after it.
+# Which output weights belong to which head is not known here, so the value ratio is the raw one:
+# norms of the values before the output projection instead of after it.
 
 scan = sw.scan(model, [x[:3], x[3:]])
 print("\nWhat the scan says:")

@@ -35,25 +35,27 @@ HEAD = """# Architectures
 
 ![Number of architectures by library](architectures.png)
 
-**Every check passes for every architecture below**, on small models built at random weights from their
-configurations ({versions}): bit-equal outputs, records that reproduce the model's own output, shapes,
-probabilities, causality, key/value heads, output projections, layer numbers, and no trace left in the model,
-also after an exception in the callback or in the model (`flex`: all except the checks for traces).
-`sinkwise.check_model` runs the same checks on your own model.
+**Every check passes for every architecture below**, on small models built at random weights from
+their configurations: bit-equal outputs, records that reproduce the model's own output, shapes,
+probabilities, causality, key/value heads, output projections, layer numbers, and no trace left in
+the model, also after an exception in the callback or in the model (`flex`: all except the checks
+for traces). `sinkwise.check_model` runs the same checks on your own model.
 
-- **kernels**: the attention implementations that the model can be set to; each was captured and gave the
-  same calls.
-- **calls**: softmax attention calls in one forward pass. **causal**: how many of them were found to be
-  causal by changing the last token (empty for images).
-- **map from**: `fields` if queries, keys, scale, mask, cap and sink logit determine the attention map;
-  `map` if only the model's own map does (talking heads).
-- **sites**: whether the weights of each head are known from a `layout`, `measured` from the Jacobian, or
-  unknown (`none`).
+- **kernels**: the attention implementations that the model can be set to; each was captured and
+  gave the same calls.
+- **calls**: softmax attention calls in one forward pass. **causal**: how many of them were found to
+  be causal by changing the last token (empty for images).
+- **map from**: `fields` if queries, keys, scale, mask, cap and sink logit determine the attention
+  map; `map` if only the model's own map does (talking heads).
+- **sites**: whether the weights of each head are known from a `layout`, `measured` from the
+  Jacobian, or unknown (`none`).
 - **silent blocks**: blocks without softmax attention, as `Coverage.silent` lists them.
 
 The table is made by
 
     python -m tests.models > docs/architectures.md
+
+with {versions}.
 
 | name | class | library | kernels | calls | causal | map from | sites | silent blocks | notes |
 |---|---|---|---|---:|---:|---|---|---|---|
