@@ -7,20 +7,19 @@ sinkwise, the two that `sinkwise demo` opens with.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import altair as alt
 import torch
 from jaxtyping import Float
+from page_tables import DOCS, write
 from torch import Tensor
 
-from sinkwise.reports.charts import png
 from sinkwise.synthetic.model import Attention
 from sinkwise.synthetic.shipped import shipped
 from sinkwise.synthetic.signature import signatures
 
-OUT = Path(__file__).parent.parent / "two-stripes.png"
+OUT = DOCS / "two-stripes.png"
 SINK, OTHER = "#c8452c", "#9fb3cf"
 TITLES = {
     "nop": ("Model A: adaptive NOP", "the value is nearly zero: nothing is written. Fix: a gate"),
@@ -141,8 +140,17 @@ def figure(stripes: dict[str, Stripe]) -> Any:
 
 
 def main() -> None:
-    """Write the picture."""
-    OUT.write_bytes(png(figure({name: stripe(name) for name in TITLES})))
+    """Draw both models and save the picture."""
+    stripes = {name: stripe(name) for name in TITLES}
+    rows = [
+        {
+            "model": name,
+            "value_ratio": one.value_ratio,
+            "shown": float(one.value_norms[one.sink]),
+        }
+        for name, one in stripes.items()
+    ]
+    write(figure(stripes), rows, OUT)
 
 
 if __name__ == "__main__":
