@@ -1,8 +1,8 @@
 """Find attention sinks in a language model.
 
 Scan SmolLM2-135M on a page of *Pride and Prejudice*, follow its first token through the layers, and
-read the queries and keys of one attention call. Any causal model that `sw.load` knows can take its
-place.
+inspect the queries and keys of one attention call. `--model` takes any causal model that `sw.load`
+can load.
 """
 
 import argparse
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import sinkwise as sw
+from sinkwise.hosts.loading.source import source_of
 
 BOOK = Path(__file__).parents[1] / "tests" / "texts" / "pride.txt"
 parser = argparse.ArgumentParser()
@@ -66,6 +67,8 @@ def show(record: sw.AttentionRecord) -> None:
     )
 
 
-ids = model.dummy_inputs["input_ids"] if hasattr(model, "dummy_inputs") else torch.arange(5)[None]
+tokenizer = source_of(model).tokenizer
+text = options.text.read_text(encoding="utf-8")[:10_000]
+ids = tokenizer(text, return_tensors="pt")["input_ids"][:, : options.length]
 with torch.no_grad(), sw.capture(model, show):
     model(ids)

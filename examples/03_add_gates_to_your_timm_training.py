@@ -40,9 +40,9 @@ COLORS = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1
 def batch(size: int, side: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Images and labels."""
     labels = torch.randint(len(COLORS), (size,), generator=generator)
-    places = torch.randint(3, (size, 2), generator=generator) * (side // 3)
+    corners = torch.randint(3, (size, 2), generator=generator) * (side // 3)
     images = 0.3 * torch.randn(size, 3, side, side, generator=generator)
-    for image, label, (row, column) in zip(images, labels, places.tolist(), strict=True):
+    for image, label, (row, column) in zip(images, labels, corners.tolist(), strict=True):
         image[:, row : row + side // 3, column : column + side // 3] += COLORS[label, :, None, None]
     return images, labels
 
@@ -78,7 +78,7 @@ handle = sw.mitigate(gated, sw.Gate("headwise", init="paper"))
 added = sum(p.numel() for p in gated.parameters()) - parameters
 print(f"gated:  accuracy {train(gated):.2f}, {added:,} parameters more ({added / parameters:.2%})")
 
-# How much do the gates let through? Each factor lies between 0 (closed) and 1 (open; with
+# How much do the gates let through? Each factor is between 0 (closed) and 1 (open; with
 # `init="identity"`, 2). `sw.capture` is not needed: a gate is an ordinary submodule.
 
 images, _ = batch(64, gated.patch_embed.img_size[0], torch.Generator().manual_seed(3))

@@ -14,8 +14,8 @@ import sinkwise as sw
 
 torch.manual_seed(0)
 
-# The module under test: one attention layer whose projections lie in one matrix, in an order that
-# no known library uses.
+# The module under test: one attention layer whose projections share one matrix, in an order that no
+# known library uses.
 
 
 class Mixer(nn.Module):
@@ -52,7 +52,7 @@ model = Encoder().eval()
 x = torch.randn(6, 40, 32)
 
 # `check_model` runs the checks behind the table of architectures on your model: does every captured
-# call reproduce the model's own output, are the head's weights found, does nothing stay behind?
+# call reproduce the model's own output, are the heads' weights found, is the model left as it was?
 
 print("What check_model says:")
 for result in sw.check_model(model, x):
@@ -65,9 +65,9 @@ for result in sw.check_model(model, x):
 with torch.no_grad():
     weight = model.layers[0].everything.weight.unflatten(0, (4, 8, 3))
     weight[0, :, :2] = 0
-    weight[0, 0, 0, 1] = 6.0  # queries of head 0 look at channel 1 of the normed input,
-    weight[0, 0, 1, 0] = 6.0  # keys at channel 0,
-    weight[0, :, 2, 0] = 0  # values do not see channel 0
+    weight[0, 0, 0, 1] = 6.0  # queries of head 0 read channel 1 of the normed input,
+    weight[0, 0, 1, 0] = 6.0  # keys read channel 0,
+    weight[0, :, 2, 0] = 0  # values ignore channel 0
 x[..., 1] = 6.0  # every token is large in channel 1,
 x[:, 0] = 0.0
 x[:, 0, 0] = 30.0  # and token 0 in channel 0 alone

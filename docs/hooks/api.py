@@ -12,7 +12,7 @@ EXPORTED = re.compile(r"^::: (sinkwise(?:\.nn)?)\.(\w+)$", re.MULTILINE)
 
 
 def directives(markdown: str) -> str:
-    """The page with the place where each exported object is defined in its directives."""
+    """The page with each exported name replaced by the path of its definition."""
 
     def directive(found: re.Match[str]) -> str:
         package, name = found.groups()

@@ -8,7 +8,7 @@ DISPLAY = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DO
 
 
 def mathml(html: str) -> str:
-    """The page with MathML in place of what pymdownx.arithmatex left of the formulas."""
+    """The page with MathML instead of the elements that pymdownx.arithmatex leaves."""
     from html import unescape
 
     from latex2mathml.converter import convert

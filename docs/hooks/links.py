@@ -1,7 +1,7 @@
 """Links between the files of the repository, as links between the pages of the site.
 
-Markdown is written so that its links work where the files lie. On the site some of these files are
-pages under another name, and others are none: such a link keeps its words and loses its target.
+Links in Markdown files work within the repository. On the site, some of their targets are pages
+under another name, and some are not part of it: such a link becomes plain text.
 """
 
 import posixpath
@@ -17,7 +17,7 @@ OUTSIDE = {
     "DESIGN.md": "design.md",
     "README.md": "index.md",
 }
-"""Pages of the site that lie outside of docs/, by their path in the repository."""
+"""Pages of the site made from files outside of docs/, by their path in the repository."""
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
