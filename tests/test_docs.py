@@ -232,6 +232,16 @@ def test_charts_leave_no_row_out(scripts: Any) -> None:
     )
 
 
+def test_readme_quotes_the_tables(scripts: Any) -> None:
+    readme = (ROOT / "README.md").read_text()
+    rows = {name: scripts(f"figures/{name}.py").rows() for name in ("architectures", "costs")}
+    count = sum(row["architectures"] for row in rows["architectures"])
+    assert f"[{count} architectures]" in readme
+    times = [row["time"] for row in rows["costs"] if row["variant"] == "scan"]
+    quoted = f"takes {min(times):.2f} to {max(times):.2f} times as long"
+    assert quoted in readme and quoted in (ROOT / "bench" / "README.md").read_text()
+
+
 def test_the_stripes_are_those_of_the_demonstration(scripts: Any) -> None:
     from sinkwise.experiments.demonstration import signatures
     from sinkwise.synthetic.shipped import shipped
