@@ -130,9 +130,9 @@ def test_every_option_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_every_column_of_a_scan_is_defined() -> None:
-    from sinkwise.synthetic.shipped import shipped
+    from sinkwise.synthetic.shipped import load_shipped
 
-    _, _, sample = shipped("nop")
+    _, _, sample = load_shipped("nop")
     scan = sw.scan(sw.load("demo:nop"), [sample.inputs[:2]])
     page = (DOCS / "concepts.md").read_text()
     for heading in ("events", "heads", "layers"):
@@ -243,14 +243,14 @@ def test_readme_quotes_the_tables(scripts: Any) -> None:
 
 
 def test_the_stripes_are_those_of_the_demonstration(scripts: Any) -> None:
-    from sinkwise.experiments.demonstration import signatures
-    from sinkwise.synthetic.shipped import shipped
+    from sinkwise.synthetic.shipped import load_shipped
+    from sinkwise.synthetic.signature import signatures
 
     script = scripts("figures/two_stripes.py")
     stored = importlib.import_module("page_tables").stored(script.OUT)
     assert [row["model"] for row in stored] == ["nop", "broadcast"]
     for row in stored:
-        model, task, sample = shipped(row["model"])
+        model, task, sample = load_shipped(row["model"])
         one = signatures(model, sample.inputs, task.sink(sample))[0]
         assert row["value_ratio"] == pytest.approx(float(one.value_ratio.mean()), rel=1e-4)
         drawn = script.stripe(row["model"])

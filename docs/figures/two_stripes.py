@@ -16,7 +16,7 @@ from page_tables import DOCS, write
 from torch import Tensor
 
 from sinkwise.synthetic.model import Attention
-from sinkwise.synthetic.shipped import shipped
+from sinkwise.synthetic.shipped import load_shipped
 from sinkwise.synthetic.signature import signatures
 
 OUT = DOCS / "two-stripes.png"
@@ -41,7 +41,7 @@ class Stripe:
 
 def stripe(name: str) -> Stripe:
     """Layer 0 of a shipped model, on the sample whose value ratio is nearest to the mean."""
-    model, task, sample = shipped(name)
+    model, task, sample = load_shipped(name)
     sinks = task.sink(sample)
     signature = signatures(model, sample.inputs, sinks)[0]
     ratios = signature.value_ratio
