@@ -1,6 +1,7 @@
-"""The chat example, with a script instead of a person."""
+"""The chat example, with scripted input."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chat(said: str, *options: Any) -> subprocess.CompletedProcess[str]:
     """Run the example."""
     return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "chat.py"), *map(str, options)],
+        [sys.executable, str(ROOT / "examples" / "04_endless_chat.py"), *map(str, options)],
         input=said, capture_output=True, text=True, timeout=300,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -65,12 +66,10 @@ def test_greedy_and_the_end_of_the_input(folder: Path) -> None:
     assert done.returncode == 0 and "in the cache]" in done.stdout
 
 
-def test_the_turns_are_the_templates(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_turns_are_the_templates(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from chat import turn  # type: ignore[import-not-found]
-
+    turn = runpy.run_path(str(ROOT / "examples" / "04_endless_chat.py"))["turn"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     messages = [
         {"role": "user", "content": "the sink"},
