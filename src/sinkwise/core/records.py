@@ -78,9 +78,14 @@ class AttentionSite:
 
 @dataclass(eq=False, kw_only=True)
 class AttentionRecord:
-    """One attention call; valid only while the callback that receives it runs.
+    r"""One attention call; valid only while the callback that receives it runs.
 
-    out = softmax(softcap(q k^T * scale) + mask | sink_logit) v, row = query.
+    $$
+    \mathrm{out} = \operatorname{softmax}(
+    \mathrm{cap}(q k^\top \cdot \mathrm{scale}) + \mathrm{mask})\, v
+    $$
+
+    One row per query; a sink logit is one more column of the scores, without a value.
     """
 
     layer: int
