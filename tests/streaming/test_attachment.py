@@ -1,6 +1,8 @@
 """The hooks of a sink cache: what they do to a call, and that they leave no trace."""
 
+import copy
 import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from sinkwise.errors import InputError
+from sinkwise.streaming.attachment import Attachment
 from sinkwise.streaming.cache import SinkCache
 
 from .families import build, expected, fed, texts
@@ -72,6 +75,27 @@ def test_a_collected_cache_leaves_the_model() -> None:
     del cache
     gc.collect()
     assert hooks(model) == 0
+
+
+def test_a_cache_that_its_model_refers_to_is_collected_with_it() -> None:
+    model = build("llama")
+    model.model.cache = SinkCache(model, WINDOW, SINKS)
+    known = weakref.ref(model.model.cache)
+    del model
+    gc.collect()
+    assert known() is None
+
+
+def test_a_copied_model_has_no_copy_of_the_cache() -> None:
+    model = build("llama")
+    cache = SinkCache(model, WINDOW, SINKS)
+    fed(model, cache, texts(20), [20])
+    attachments = [one for one in gc.get_objects() if isinstance(one, Attachment)]
+    other = copy.deepcopy(model)
+    gc.collect()
+    assert [one for one in gc.get_objects() if isinstance(one, Attachment)] == attachments
+    plain = fed(model, DynamicCache(), texts(20), [20])
+    assert torch.equal(fed(other, DynamicCache(), texts(20), [20]), plain)
 
 
 @pytest.mark.parametrize("way", ["close", "reset", "with", "collect", "next call"])

@@ -138,7 +138,8 @@ def test_rows_at_the_same_token_with_different_bases() -> None:
     cache = SinkCache(model, WINDOW, SINKS)
     sizes = [12, 127, 8, 3, 12, *[1] * 8]
     got = fed(model, cache, tokens, sizes, attention_mask=mask)
-    assert cache.rows.base[0] != cache.rows.base[1] and len(set(cache.seen.tolist())) == 1
+    base = cache._state.rows.base
+    assert base[0] != base[1] and len(set(cache.seen.tolist())) == 1
     for row in range(2):
         real = mask[row].bool()
         want = expected("llama", model, tokens[row][real].tolist(), SINKS, WINDOW)

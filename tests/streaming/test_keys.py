@@ -40,7 +40,7 @@ def stored(cache: SinkCache, count: int) -> Tensor:
     kept, _ = cache_positions(count - 1, SINKS, WINDOW)
     slots = [j if j < SINKS else SINKS + (j - SINKS) % WINDOW for j in kept]
     keys = layer.keys[:, :, slots].double()
-    at = count - 1 - cache.rows.base[0]
+    at = count - 1 - cache._state.rows.base[0]
     return layer.rotary.rotate(keys, torch.tensor(len(kept) - 1 - at))
 
 
@@ -56,7 +56,7 @@ def test_every_key_is_rotated_by_its_cache_position(dtype: torch.dtype, toleranc
             off = (stored(cache, step + 1) - want).norm(dim=-1) / want.norm(dim=-1)
             # A stored key is rounded when it comes and at most twice more at rebases.
             assert float(off.max()) < tolerance, (step, float(off.max()))
-    assert cache.rows.base[0] > 0
+    assert cache._state.rows.base[0] > 0
 
 
 def test_a_step_moves_no_key_and_copies_no_cache() -> None:
