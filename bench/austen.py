@@ -1,10 +1,10 @@
-"""A novel of Jane Austen's as a text file, from the Debian package r-cran-janeaustenr.
+"""A novel by Jane Austen as a text file, from the Debian package r-cran-janeaustenr.
 
     apt-get download r-cran-janeaustenr && dpkg -x r-cran-janeaustenr_*.deb austen
-    python bench/austen.py austen emma.txt          # the longest block of text in the package
+    python bench/austen.py austen emma.txt          # the longest text in the package
 
-R keeps lazily loaded data as blocks one after the other: length (4 bytes), a letter for the
-compression, an XDR stream. A vector of strings in it is: per string a tag, its length, its bytes.
+R stores lazily loaded data as consecutive blocks: a length (4 bytes), a letter for the compression,
+and data in XDR format. There a vector of strings has, per string, a tag, a length and its bytes.
 """
 
 import lzma
@@ -31,7 +31,7 @@ def blocks(packed: bytes) -> Iterator[bytes]:
 
 
 def lines(block: bytes) -> list[str]:
-    """The longest run of strings in an XDR stream."""
+    """The longest vector of strings in a block of XDR data."""
     best: list[str] = []
     at = 0
     while (at := block.find(b"\x00\x00\x00\x10", at)) >= 0:

@@ -1,11 +1,13 @@
-"""How many sinks a cache needs, with a learned sink token and without: `python bench/sink_token.py
-emma.txt --out sink-token` (bench/austen.py makes the text).
+"""How many sinks a cache needs, with and without a learned sink token.
 
-Two byte-level Llamas of the same seed are trained on the first nine tenths of a text, one with
-`nn.sink_token.SinkToken` before every sample. Both then read the last tenth through sink caches of
-the same length with 0, 1, 2, 4 and 8 sinks; the learned token is the first of its sinks. Printed
-is the perplexity a byte once the cache is full, and how far that is above the same model's with
-most sinks, with the standard error of paired bytes. Models are kept in the folder.
+    python bench/sink_token.py emma.txt --out sink-token          # bench/austen.py makes the text
+
+Two byte-level Llamas with the same seed are trained on the first nine tenths of a text, one of them
+with `nn.sink_token.SinkToken` before every sample. Both are then evaluated on the last tenth with
+sink caches of the same length and 0, 1, 2, 4 and 8 sinks; the learned token is the first sink. The
+table has the perplexity per byte once the cache is full, and how far it is above that of the same
+model with the most sinks, with the standard error over paired bytes. The trained models are saved
+in the folder and used again.
 
 Reference: Xiao et al., 2023, arXiv 2309.17453, section 3.3 and table 3 (160 M parameters, 1,024).
 """
@@ -28,15 +30,15 @@ from sinkwise.storage.files import write_bytes
 from sinkwise.streaming.positions.decoder import decoder_of
 
 LENGTH = 128
-"""Bytes of a sample, and keys of a cache."""
+"""Bytes per sample, and keys per cache."""
 BATCH = 32
 SINKS = (0, 1, 2, 4, 8)
-READ = 8192
-"""Bytes that are read through a cache."""
+EVALUATED = 8192
+"""Bytes that every cache is evaluated on."""
 
 
 class Bytes(nn.Module):
-    """A byte-level Llama, with a learned sink token before every sample or without."""
+    """A byte-level Llama, with or without a learned sink token before every sample."""
 
     def __init__(self, learned: bool) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class Bytes(nn.Module):
         self.token = SinkToken(config.hidden_size) if learned else None
 
     def loss(self, ids: Tensor) -> Tensor:
-        """Mean -ln p of the bytes of a batch."""
+        """Mean −ln p of the bytes in a batch."""
         embeds = self.llama.get_input_embeddings()(ids)
         wanted = ids[:, 1:]
         if self.token is not None:
@@ -59,8 +61,8 @@ class Bytes(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
     @torch.no_grad()
-    def read(self, ids: list[int], sinks: int) -> list[float]:
-        """-ln p of every byte once a cache with so many sinks is full."""
+    def evaluate(self, ids: list[int], sinks: int) -> list[float]:
+        """−ln p of every byte after the cache, with that many sinks, is full."""
         with sw.SinkCache(self.llama, LENGTH - sinks, sinks) as cache:
             if self.token is not None:
                 vector = self.token.vector[None, None]
@@ -71,7 +73,7 @@ class Bytes(nn.Module):
 
 
 def trained(learned: bool, data: Tensor, steps: int, out: Path) -> Bytes:
-    """The model, from the folder where it lies there."""
+    """The trained model, loaded from the folder if it was saved there."""
     model = Bytes(learned)
     path = out / f"{'learned' if learned else 'plain'}-{steps}.safetensors"
     if path.exists():
@@ -105,10 +107,13 @@ def main() -> None:
     torch.set_num_threads(1)
     data = torch.frombuffer(bytearray(given.text.read_bytes()), dtype=torch.uint8).long()
     split = len(data) * 9 // 10
-    print("| model | sinks + window | perplexity a byte | above the last |\n|---|---|---|---|")
+    print("| model | sinks + window | perplexity per byte | above 8 sinks |\n|---|---|---|---|")
     for learned in (False, True):
         model = trained(learned, data[:split], given.steps, given.out)
-        found = {sinks: model.read(data[split : split + READ].tolist(), sinks) for sinks in SINKS}
+        found = {
+            sinks: model.evaluate(data[split : split + EVALUATED].tolist(), sinks)
+            for sinks in SINKS
+        }
         best = found[SINKS[-1]]
         for sinks, losses in found.items():
             apart = [loss - other for loss, other in zip(losses, best, strict=True)]

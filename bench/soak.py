@@ -1,9 +1,11 @@
 """Four million tokens through one sink cache: `python bench/soak.py > docs/soak.log`.
 
-A small Llama (2 layers, width 64), 4 + 252 keys. At each mark: the time of a token (CPU time of the
-one thread, median of 200 single steps), bytes in the cache, the process's resident memory, and how
-far the last logits are from those of a fresh float64 cache that was given only the sinks and the
-last thousand tokens, which is all that the present ones depend on.
+A small Llama (2 layers, width 64) with 4 + 252 keys. After each number of tokens in `--marks`:
+
+- milliseconds per token (CPU time of this thread, median of 200 single steps),
+- bytes in the cache and the resident memory of the process,
+- the largest difference of the last logits to those of a fresh float64 cache that is fed only the
+  sinks and the last thousand tokens, all that they depend on.
 """
 
 import argparse
@@ -24,20 +26,20 @@ STEPS = 200
 
 
 def tokens(start: int, count: int) -> torch.Tensor:
-    """The text: the same token at a position, whatever part is asked for."""
-    place = torch.arange(start, start + count)
-    return ((place * 2654435761 + (place * place) % 8191) >> 7).remainder(507)[None] + 5
+    """Part of an endless pseudo-random text, a function of the position alone."""
+    at = torch.arange(start, start + count)
+    return ((at * 2654435761 + (at * at) % 8191) >> 7).remainder(507)[None] + 5
 
 
 def resident() -> float:
-    """MiB of the process's memory."""
+    """Resident memory of the process, in MiB."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
 @torch.no_grad()
 def main() -> None:
-    """Print a line a mark."""
+    """Print one line per mark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--marks", type=int, nargs="+",
                         default=[10**4, 10**5, 10**6, 2 * 10**6, 3 * 10**6, 4 * 10**6])  # fmt: skip
@@ -57,7 +59,7 @@ def main() -> None:
     name = decoder_of(model).cache_argument
     cache = SinkCache(model, WINDOW, SINKS)
     print(f"{given.dtype}, cache {SINKS} + {WINDOW}, torch {torch.__version__}")
-    print("| tokens | ms a token | bytes of cache | resident MiB | off by | hours |")
+    print("| tokens | ms per token | bytes in cache | resident MiB | error of logits | hours |")
     print("|---|---|---|---|---|---|", flush=True)
     at, began = 0, time.perf_counter()
     for mark in given.marks:
@@ -80,7 +82,7 @@ def main() -> None:
         hours = (time.perf_counter() - began) / 3600
         print(
             f"| {mark:,} | {1000 * median(times):.2f} | {size:,} | {resident():.0f} "
-            f"| {off:.1e} (logits' spread {float(want.std()):.2f}) | {hours:.2f} |",
+            f"| {off:.1e} (standard deviation of logits {float(want.std()):.2f}) | {hours:.2f} |",
             flush=True,
         )
 

@@ -1,12 +1,13 @@
 """What a sink cache costs: `python bench/stream.py` (one thread, ratios in one run).
 
 For each cache length C, on a small Llama with random weights: a token by recomputing the C most
-recent; by transformers' own plain cache holding C keys; by the sink cache; and by the two classic
-designs of a sink cache, which turn all keys by −1 at each step, or all keys at each read. Then each
-design's own update alone, of one layer in the shape of an 8B model. Medians of CPU time, the
-forwards interleaved, so that all see the same machine. A second table has the same
-of plain and sinks while nothing is evicted yet. `--flat 10000 100000` times a token at those
-lengths of a stream.
+recent tokens; with transformers' own plain cache of C keys; with the sink cache; and with the two
+classic designs of a sink cache, which rotate all keys by −1 at each step, or all keys at each read.
+A second table compares the plain and the sink cache before the first eviction. A third times each
+design's own update alone, for one layer in the shape of an 8B model. All numbers are medians of CPU
+time; the forward calls are interleaved, so that all see the same machine.
+
+`--flat 10000 100000` times a token after that many tokens of text.
 """
 
 import argparse
@@ -42,8 +43,8 @@ def model() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-class TurnAll(DynamicCache):
-    """Classic: drop the oldest key of the window, turn all others by −1, append."""
+class RotateAll(DynamicCache):
+    """Classic: drop the oldest key of the window, rotate all others by −1 or at read, append."""
 
     def __init__(self, capacity: int, rotary: Rotary, at_read: bool) -> None:
         super().__init__()
@@ -51,15 +52,15 @@ class TurnAll(DynamicCache):
         self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         back = rotary.angles(torch.tensor(-1))
         self.minus_one = back.cos().float(), back.sin().float()
-        places = rotary.angles(torch.arange(capacity))
-        self.places = places.cos().float(), places.sin().float()
+        positions = rotary.angles(torch.arange(capacity))
+        self.positions = positions.cos().float(), positions.sin().float()
 
-    def turned(self, keys: torch.Tensor, by: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Every key turned."""
+    def rotated(self, keys: torch.Tensor, by: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Every key, rotated."""
         return keys * by[0] + self.rotary.quarter(keys) * by[1]
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """Keys and values with the new ones behind them."""
+        """All keys and values, the new ones last."""
         if layer_idx not in self.stored:
             self.stored[layer_idx] = key_states, value_states
             return key_states, value_states
@@ -67,14 +68,15 @@ class TurnAll(DynamicCache):
         if keys.shape[2] == self.capacity:
             keep = keys[:, :, SINKS + 1 :]
             if not self.at_read:
-                keep = self.turned(keep, self.minus_one)
+                keep = self.rotated(keep, self.minus_one)
             keys = torch.cat([keys[:, :, :SINKS], keep], dim=2)
             values = torch.cat([values[:, :, :SINKS], values[:, :, SINKS + 1 :]], dim=2)
         keys = torch.cat([keys, key_states], dim=2)
         values = torch.cat([values, value_states], dim=2)
         self.stored[layer_idx] = keys, values
         if self.at_read:
-            return self.turned(keys, tuple(part[: keys.shape[2]] for part in self.places)), values
+            by = tuple(part[: keys.shape[2]] for part in self.positions)
+            return self.rotated(keys, by), values
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -89,14 +91,14 @@ class TurnAll(DynamicCache):
 
 
 def ms(run: Callable[[], Any]) -> float:
-    """Milliseconds of CPU time of the one thread: other programs do not count."""
+    """Milliseconds of CPU time of this thread; other programs do not count."""
     started = time.thread_time()
     run()
     return 1000 * (time.thread_time() - started)
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median of each, one after the other in every round."""
+    """Median of each; every round runs all of them in turn."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -105,7 +107,7 @@ def interleaved(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, fl
 
 
 def forwards(llama: Any, length: int, rounds: int) -> dict[str, float]:
-    """Milliseconds a token of each way, through transformers' own forward."""
+    """Milliseconds per token of each method, through transformers' own forward."""
     name = decoder_of(llama).cache_argument
     rotary = Rotary(llama.model.rotary_emb.inv_freq.double())  # a Llama's
     ids = torch.randint(0, 512, (1, length))
@@ -113,8 +115,8 @@ def forwards(llama: Any, length: int, rounds: int) -> dict[str, float]:
     caches: dict[str, Any] = {
         "sinks": SinkCache(llama, length - SINKS, SINKS),
         "plain": DynamicCache(),
-        "turn all by -1": TurnAll(length, rotary, at_read=False),
-        "turn at read": TurnAll(length, rotary, at_read=True),
+        "rotate all by -1": RotateAll(length, rotary, at_read=False),
+        "rotate at read": RotateAll(length, rotary, at_read=True),
     }
     for cache in caches.values():
         llama(ids, use_cache=True, **{name: cache})
@@ -139,7 +141,7 @@ def forwards(llama: Any, length: int, rounds: int) -> dict[str, float]:
 
 
 def growing(llama: Any, length: int, rounds: int) -> dict[str, float]:
-    """Milliseconds a token before anything is evicted, from `length` tokens on."""
+    """Milliseconds per token before the first eviction, after `length` tokens."""
     name = decoder_of(llama).cache_argument
     ids = torch.randint(0, 512, (1, length))
     caches = {"sinks": SinkCache(llama, 2 * length + rounds, SINKS), "plain": DynamicCache()}
@@ -179,8 +181,8 @@ def updates(length: int, rounds: int) -> dict[str, float]:
     times = [step() for _ in range(rounds)]
     out = {"sinks": median(times[1:])}
     runs: dict[str, Callable[[], Any]] = {}
-    for name, at_read in (("turn all by -1", False), ("turn at read", True)):
-        cache = TurnAll(length, rotary, at_read)
+    for name, at_read in (("rotate all by -1", False), ("rotate at read", True)):
+        cache = RotateAll(length, rotary, at_read)
         cache.update(keys, values, 0)
         runs[name] = lambda c=cache: c.update(key, value, 0)
     # One after the other: the large copies of one would push the small reads of another out of
@@ -189,7 +191,7 @@ def updates(length: int, rounds: int) -> dict[str, float]:
 
 
 def flat(llama: Any, length: int, marks: tuple[int, ...]) -> None:
-    """A token's time and the cache's size along a stream, its first part fed in chunks."""
+    """A token's time and the cache's size along an endless text, most of it fed in chunks."""
     name = decoder_of(llama).cache_argument
     cache = SinkCache(llama, length - SINKS, SINKS)
     token = torch.randint(0, 512, (1, 1))
@@ -207,26 +209,28 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--model", help="another model for the first tables: pypi:smollm2-135m")
-    parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS, help="of the caches")
-    parser.add_argument("--flat", type=int, nargs="*", help="stream lengths, for instance 10000")
+    parser.add_argument(
+        "--model", help="another model for the first two tables, for example pypi:smollm2-135m"
+    )
+    parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS, help="cache lengths")
+    parser.add_argument("--flat", type=int, nargs="*", help="numbers of tokens, for example 10000")
     given = parser.parse_args()
     torch.set_num_threads(1)
     llama = model() if given.model is None else sinkwise.load(given.model, dtype="float32")
     if given.flat:
-        print("| stream length | ms a token | MiB of cache |\n|---|---|---|")
+        print("| tokens | ms per token | MiB of cache |\n|---|---|---|")
         return flat(llama, 256, tuple(given.flat))
-    print("| cache length | recompute | plain cache | sinks | turn all by −1 | turn at read "
-          "| recompute / sinks | sinks / plain | turn all / sinks | at read / sinks |\n"
+    print("| cache length | recompute | plain cache | sinks | rotate all by −1 | rotate at read "
+          "| recompute / sinks | sinks / plain | rotate all / sinks | at read / sinks |\n"
           "|---|---|---|---|---|---|---|---|---|---|")  # fmt: skip
     for length in given.lengths:
         got = forwards(llama, length, given.rounds)
         sinks = got["sinks"]
         print(
             f"| {length:,} | {got['recompute']:.1f} | {got['plain']:.2f} | {sinks:.2f} "
-            f"| {got['turn all by -1']:.2f} | {got['turn at read']:.2f} "
+            f"| {got['rotate all by -1']:.2f} | {got['rotate at read']:.2f} "
             f"| {got['recompute'] / sinks:.1f} | {sinks / got['plain']:.2f} "
-            f"| {got['turn all by -1'] / sinks:.2f} | {got['turn at read'] / sinks:.2f} |",
+            f"| {got['rotate all by -1'] / sinks:.2f} | {got['rotate at read'] / sinks:.2f} |",
             flush=True,
         )
     print("\n| tokens, none evicted | plain cache | sinks | sinks / plain |\n|---|---|---|---|")
@@ -237,14 +241,15 @@ def main() -> None:
     if given.model is not None:
         return
     print(
-        "\n| keys | update, sinks | turn all by −1 | turn at read | ratios |\n|---|---|---|---|---|"
+        "\n| keys | update, sinks | rotate all by −1 | rotate at read | ratios |\n"
+        "|---|---|---|---|---|"
     )
     for length in (256, 1024, 4096, 16384):
         got = updates(length, given.rounds)
         sinks = got["sinks"]
-        ratios = ", ".join(f"{got[n] / sinks:.0f}" for n in ("turn all by -1", "turn at read"))
-        print(f"| {length:,} | {sinks:.3f} | {got['turn all by -1']:.2f} "
-              f"| {got['turn at read']:.2f} | {ratios} |", flush=True)  # fmt: skip
+        ratios = ", ".join(f"{got[n] / sinks:.0f}" for n in ("rotate all by -1", "rotate at read"))
+        print(f"| {length:,} | {sinks:.3f} | {got['rotate all by -1']:.2f} "
+              f"| {got['rotate at read']:.2f} | {ratios} |", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sinkwise.attention.rotary import Rotary
 from sinkwise.streaming.cache import SinkCache
 from tests.oracles.positions import cache_positions, rotate
 
@@ -26,7 +25,7 @@ def raw(model: Any, tokens: Tensor) -> Tensor:
     return layer.self_attn.k_proj(hidden).unflatten(-1, (-1, 8)).transpose(1, 2)
 
 
-def by_place(model: Any, tokens: Tensor) -> Tensor:
+def by_cache_position(model: Any, tokens: Tensor) -> Tensor:
     """What is kept of them, each rotated for its cache position."""
     kept, position = cache_positions(tokens.shape[1] - 1, SINKS, WINDOW)
     speed = model.model.rotary_emb.inv_freq.double()
@@ -41,23 +40,23 @@ def stored(cache: SinkCache, count: int) -> Tensor:
     kept, _ = cache_positions(count - 1, SINKS, WINDOW)
     slots = [j if j < SINKS else SINKS + (j - SINKS) % WINDOW for j in kept]
     keys = layer.keys[:, :, slots].double()
-    at = count - 1 - cache.rows.base[0]
+    at = count - 1 - cache._state.rows.base[0]
     return layer.rotary.rotate(keys, torch.tensor(len(kept) - 1 - at))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 3e-5),
     (torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=str)  # fmt: skip
-def test_every_key_carries_the_rotation_of_its_place(dtype: torch.dtype, tolerance: float) -> None:
+def test_every_key_is_rotated_by_its_cache_position(dtype: torch.dtype, tolerance: float) -> None:
     model, tokens = build("llama", dtype), texts(30 * WINDOW + 300)
     cache = SinkCache(model, WINDOW, SINKS)
     for step in range(tokens.shape[1]):
         fed(model, cache, tokens[:, step : step + 1], [1])
-        if step % 29 < 2:  # early, at evictions, and after every re-base
-            want = by_place(model, tokens[:, : step + 1])
+        if step % 29 < 2:  # early, at evictions, and after every rebase
+            want = by_cache_position(model, tokens[:, : step + 1])
             off = (stored(cache, step + 1) - want).norm(dim=-1) / want.norm(dim=-1)
-            # A stored key is rounded when it comes and at most twice more at re-bases.
+            # A stored key is rounded when it comes and at most twice more at rebases.
             assert float(off.max()) < tolerance, (step, float(off.max()))
-    assert cache.rows.base[0] > 0
+    assert cache._state.rows.base[0] > 0
 
 
 def test_a_step_moves_no_key_and_copies_no_cache() -> None:
@@ -94,19 +93,3 @@ def test_buffers_grow_with_the_text_up_to_the_cache() -> None:
     assert rows == [64, 128, 256, 304, 304]
     assert cache.layers[0].get_max_length() == 304
     assert (cache.get_max_length(), cache.get_max_cache_shape()) == (-1, -1)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("start", [0, 3])
-def test_turns_add_up(interleaved: bool, start: int) -> None:
-    torch.manual_seed(0)
-    rotary = Rotary(torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), start, interleaved)
-    x = torch.randn(2, 3, 5, 11, dtype=torch.float64)
-    there = rotary.rotate(rotary.rotate(x, torch.tensor(700)), torch.tensor(-653))
-    torch.testing.assert_close(there, rotary.rotate(x, torch.tensor(47)), rtol=0, atol=1e-12)
-    part = slice(start, start + 6)
-    want = rotate(x[..., part], 47 * rotary.frequencies.expand(5, 3), interleaved)
-    torch.testing.assert_close(there[..., part], want, rtol=0, atol=1e-12)
-    rest = [d for d in range(11) if not start <= d < start + 6]
-    assert torch.equal(there[..., rest], x[..., rest])
-    torch.testing.assert_close(rotary.quarter(rotary.quarter(x[..., part])), -x[..., part])

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkwise.core.retention import Retention
 from sinkwise.errors import InputError
 from sinkwise.streaming import rotation, rows
 from sinkwise.streaming.cache import SinkCache
@@ -179,22 +178,3 @@ def test_lives_of_a_cache(data: st.DataObject) -> None:
             getattr(life, data.draw(st.sampled_from(kinds)))()
         life.compare()
         life.cache.close()
-
-
-@given(st.integers(0, 6), st.integers(1, 9), st.lists(st.integers(0, 60), min_size=1, max_size=5))
-def test_slots_are_those_of_a_list_and_a_deque(sinks: int, window: int, seen: list[int]) -> None:
-    policy = Retention(sinks, window)
-    held = policy.held(torch.tensor(seen))
-    for row, count in enumerate(seen):
-        first, recent = list(range(min(sinks, count))), deque(range(sinks, count), maxlen=window)
-        assert sorted(slot for slot in held[row].tolist() if slot >= 0) == [*first, *recent]
-        for slot, token in enumerate(held[row].tolist()):
-            assert token == -1 or int(policy.slot(torch.tensor(token))) == slot
-        assert int(policy.kept(torch.tensor([count]))) == len(first) + len(recent)
-        if count:
-            newest = torch.tensor(count - 1)
-            order = [*first, *recent]
-            found = policy.position(newest, torch.tensor(order)).tolist()
-            assert found == list(range(len(order)))
-            visible = policy.visible(newest, torch.arange(count)).nonzero()[:, 0].tolist()
-            assert visible == order

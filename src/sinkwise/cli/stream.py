@@ -47,8 +47,12 @@ def stream(
             stream_table,
         )
         from sinkwise.storage.files import write_bytes
-        from sinkwise.streaming.comparison import compare, resuming
+        from sinkwise.streaming.comparison import resuming
+        from sinkwise.streaming.comparison.methods import check_length
+        from sinkwise.streaming.comparison.methods import methods as methods_for
+        from sinkwise.streaming.comparison.scoring import run_method
         from sinkwise.streaming.comparison.timing import step_times
+        from sinkwise.streaming.comparison.tokens import text_tokens
 
         try:
             sinks = [int(part) for part in num_sink_tokens.split(",")]
@@ -59,19 +63,19 @@ def stream(
             ) from None
         if recompute_every < 1:
             raise InputError(f"--recompute-every must be at least 1; got {recompute_every}")
-        methods = compare.methods(cache_length, sinks, restart_every)
+        methods = methods_for(cache_length, sinks, restart_every)
         for method in methods:  # before hours of work
-            compare.check_length(tokens, method)
+            check_length(tokens, method)
         module = load(model, dtype=dtype, device=device)
-        ids = resuming.text_tokens(module, text, tokens)
+        ids = text_tokens(module, text, tokens)
         facts = resuming.facts(f"{model} {dtype}", ids, recompute_every)
         runs = []
         for method in methods:
-            one = resuming.load(method, facts, out)
+            one = resuming.load_run(method, facts, out)
             if one is None:
                 with progress_bar(method.name, tokens, quiet=as_json) as update:
-                    one = compare.run_method(module, ids, method, recompute_every, update)
-                resuming.save(one, facts, out)
+                    one = run_method(module, ids, method, recompute_every, update)
+                resuming.save_run(one, facts, out)
             runs.append(one)
         times = step_times(module, ids, methods)
         title = f"{model}: {tokens:,} tokens, cache of {cache_length}"

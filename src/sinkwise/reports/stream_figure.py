@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sinkwise.streaming.comparison.compare import MethodRun, curve
+from sinkwise.streaming.comparison.compare import curve
+from sinkwise.streaming.comparison.scoring import MethodRun
 
 LEAST_SCORED = 32
 """Least number of scored tokens per point; recomputation scores few, and fewer are noise."""

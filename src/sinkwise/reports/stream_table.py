@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from sinkwise.streaming.comparison.compare import Gap, MethodRun, gap, perplexity
+from sinkwise.streaming.comparison.compare import Gap, gap, perplexity
+from sinkwise.streaming.comparison.scoring import MethodRun
 
 
 def stream_rows(

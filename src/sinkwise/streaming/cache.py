@@ -1,24 +1,21 @@
 """The sink cache: the keys of the first and of the most recent tokens, at cache positions."""
 
 import copy
-import weakref
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from sinkwise.core.retention import Retention
 from sinkwise.errors import InputError
 from sinkwise.streaming.attachment import Attachment
-from sinkwise.streaming.call import CacheCall
 from sinkwise.streaming.layer import SinkLayer
-from sinkwise.streaming.plan import LONGEST_CHUNK, chunk_sizes
+from sinkwise.streaming.plan import LONGEST_CHUNK
 from sinkwise.streaming.positions.decoder import decoder_of
 from sinkwise.streaming.positions.scheme import positions_of
-from sinkwise.streaming.rotation import SinkRotation
-from sinkwise.streaming.rows import Rows
+from sinkwise.streaming.state import CacheState
 
 
 class SinkCache(Cache):
@@ -54,10 +51,6 @@ class SinkCache(Cache):
         self.retention = Retention(num_sink_tokens, window_length)
         self.decoder = decoder_of(model)
         self.positions = positions_of(self.decoder)
-        self._forget()
-        capacity = self.retention.capacity
-        highest = capacity + self.rows.ahead + LONGEST_CHUNK
-        self.positions.check(capacity, highest, type(self.decoder.base).__name__)
         kept = self.decoder.retentions(self.retention)
         pairs = zip(kept, self.positions.rotary, self.decoder.windows, strict=True)
         super().__init__(
@@ -66,21 +59,11 @@ class SinkCache(Cache):
                 for retention, rotary, window in pairs
             ]
         )
-        self._others = frozenset(kept) - {self.retention}
-        self._least = min(retention.capacity for retention in kept)
-        self._attach()
-
-    def _attach(self) -> None:
-        retentions = tuple(layer.retention for layer in self.layers)
-        self._attachment = Attachment(self, self.decoder, self.positions, retentions)
-        self._close = weakref.finalize(self, self._attachment.close)
-        self._close.atexit = False
-
-    def _forget(self) -> None:
-        self.rows = Rows(self.retention)
-        """The counters of each row."""
-        self._rotations: list[SinkRotation] | None = None
-        self._failed = False
+        self._state = CacheState(self.retention, self.positions, self.layers)
+        capacity = self.retention.capacity
+        highest = capacity + self._state.rows.ahead + LONGEST_CHUNK
+        self.positions.check(capacity, highest, type(self.decoder.base).__name__)
+        self._attachment = Attachment(self, self.decoder, self._state)
 
     @property
     def layer_kinds(self) -> list[str]:
@@ -93,7 +76,7 @@ class SinkCache(Cache):
     @property
     def seen(self) -> Int[Tensor, " batch"]:
         """Real tokens of each row so far; seen = kept + evicted."""
-        return torch.tensor(self.rows.seen or (), dtype=torch.int64)
+        return torch.tensor(self._state.rows.seen or (), dtype=torch.int64)
 
     @property
     def kept(self) -> Int[Tensor, " batch"]:
@@ -104,53 +87,6 @@ class SinkCache(Cache):
     def evicted(self) -> Int[Tensor, " batch"]:
         """Tokens of each row that were evicted."""
         return self.seen - self.kept
-
-    @property
-    def columns(self) -> int:
-        """Columns of all calls so far, padding included."""
-        return self.rows.columns
-
-    def split(self, batch: int, length: int) -> list[int]:
-        """Lengths of the calls that a call is split into: first one that evicts nothing, then
-        chunks short enough for one copy of the sinks per query.
-
-        Raises InputError if the cache is closed, has failed, or holds another number of rows.
-        """
-        self._check_usable(batch)
-        retentions = (self.retention, *self._others)
-        return chunk_sizes(length, self.rows.most, retentions, self.positions.learned)
-
-    def _check_usable(self, batch: int) -> None:
-        if not self._close.alive:
-            raise InputError("this SinkCache is closed; make a new one")
-        if self._failed:
-            raise InputError(
-                "a call with this SinkCache failed before its end, and only some layers have its "
-                "keys; reset() the cache and feed its text again"
-            )
-        self.rows.check(batch)
-
-    def begin(self, batch: int, length: int, real: Bool[Tensor, "batch query"] | None) -> CacheCall:
-        """Plan a call."""
-        tokens = self.rows.tokens(batch, length, real)
-        back = self.rows.rebase()
-        if back is not None:
-            for layer in self.layers:
-                layer.rebase(back)
-        call = CacheCall(tokens, self.retention, self.rows.base, self._others)
-        if call.steps is not None and tokens.seen[0] >= self.retention.capacity:
-            if self._rotations is None:
-                self._rotations = SinkRotation.of(self.layers)
-            shift = tokens.seen[0] - self.rows.base[0] - (self.retention.capacity - 1)
-            for rotation in self._rotations:
-                rotation.write(shift)
-        return call
-
-    def end(self, call: CacheCall, failed: bool) -> None:
-        """Count the tokens of a call that is over."""
-        self._failed = failed
-        if not failed:
-            self.rows.count(call.tokens, croppable=self._least)
 
     @torch.compiler.disable
     def update(
@@ -166,24 +102,13 @@ class SinkCache(Cache):
                 "this SinkCache got keys from a model that it is not attached to, or it is closed; "
                 "make one with SinkCache(model) for this model"
             )
-        layer = self.layers[layer_idx]
-        if call.steps is not None:
-            return layer.step(key_states, value_states, *call.steps[layer.retention])
-        plan = call.plan(layer.retention)
-        rotation = None
-        if plan.mode != "append" and layer.retention.num_sink_tokens:
-            rotation = call.rotation(layer.rotary, key_states)
-        keys, values = layer.update(key_states, value_states, plan, rotation)
-        bias = self.positions.bias
-        if bias is not None and (blocks := bias.blocks(plan)) > 1:
-            return keys.repeat(1, 1, blocks, 1), values.repeat(1, 1, blocks, 1)
-        return keys, values
+        return self._state.store(call, key_states, value_states, layer_idx)
 
     @torch.compiler.disable
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns so far, evicted and padding ones included; in a call, the keys before its own."""
         call = self._attachment.call
-        return self.rows.columns if call is None else call.past
+        return self._state.rows.columns if call is None else call.past
 
     @torch.compiler.disable
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -196,7 +121,7 @@ class SinkCache(Cache):
         length = len(query_length) if isinstance(query_length, Tensor) else query_length
         call = self._attachment.call
         if call is None:
-            return self.rows.columns + length, 0
+            return self._state.rows.columns + length, 0
         columns = call.columns(self.layers[layer_idx].retention)
         return columns, call.past + length - columns
 
@@ -209,12 +134,12 @@ class SinkCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` can still restore an earlier state: nothing has been evicted."""
-        return self.rows.real is not None
+        return self._state.rows.real is not None
 
     @property
     def batch_size(self) -> int:
         """Number of rows; −1 before the first call."""
-        return -1 if self.rows.seen is None else len(self.rows.seen)
+        return -1 if self._state.rows.seen is None else len(self._state.rows.seen)
 
     max_batch_size = batch_size
 
@@ -226,14 +151,14 @@ class SinkCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether it has seen a call."""
-        return self.rows.seen is not None
+        return self._state.rows.seen is not None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last n columns, given as −n; a positive number is how many stay (4.x).
 
         Raises InputError once a token has been evicted, which cannot be restored.
         """
-        have = self.rows.columns
+        have = self._state.rows.columns
         stays = tokens_to_remove if tokens_to_remove > 0 else have + tokens_to_remove
         if stays >= have:
             return
@@ -244,22 +169,16 @@ class SinkCache(Cache):
                 f"crop({tokens_to_remove}) on a sink cache that has evicted tokens cannot restore "
                 "them; crop before the first eviction, or feed the text again"
             )
-        self.rows.crop(stays)
+        self._state.rows.crop(stays)
 
     def reset(self) -> None:
         """Forget all tokens and any interrupted call; the cache can be used again."""
-        self._attachment.abandon()
-        for layer in self.layers:
-            layer.reset()
-        self._forget()
+        self._attachment.reset()
+        self._state.reset()
 
     def batch_select_indices(self, indices: Int[Tensor, " chosen"]) -> None:
         """Keep these rows, in this order."""
-        if self.is_initialized:
-            chosen, self._rotations = indices.to("cpu"), None
-            for layer in self.layers:
-                layer.select(chosen)
-            self.rows.select(chosen)
+        self._state.select(indices)
 
     def reorder_cache(self, beam_idx: Int[Tensor, " chosen"]) -> None:
         """Reorder the rows, as beam search does."""
@@ -267,12 +186,12 @@ class SinkCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        if self.rows.seen is not None:
+        if self.is_initialized:
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def close(self) -> None:
         """Remove all hooks from the model; the cache cannot be used any more."""
-        self._close()
+        self._attachment.close()
 
     def __enter__(self) -> "SinkCache":
         return self
@@ -284,13 +203,15 @@ class SinkCache(Cache):
         """A second cache on the same model, in the same state."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
-        own = {"decoder", "positions", "retention", "layers"}
-        own |= {"_close", "_attachment", "_rotations"}
+        own = {"decoder", "positions", "retention", "layers", "_state", "_attachment"}
         for name, value in vars(self).items():
-            if name not in own:
+            if name not in own:  # attributes of transformers' class
                 setattr(other, name, copy.deepcopy(value, memo))
-        other.decoder, other.positions = self.decoder, self.positions
-        other.retention, other._rotations = self.retention, None
-        other.layers = [layer.copy() for layer in self.layers]
-        other._attach()
+        other.decoder, other.positions, other.retention = (
+            self.decoder, self.positions, self.retention,
+        )  # fmt: skip
+        other._state = self._state.copy()
+        other.layers = other._state.layers
+        other._attachment = Attachment(other, self.decoder, other._state)
+        other._attachment.failed = self._attachment.failed
         return other

@@ -1,5 +1,6 @@
 """Per row of a sink cache: real tokens so far, columns, and the base of its positions."""
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import torch
@@ -104,3 +105,7 @@ class Rows:
         self.base = tuple(self.base[row] for row in numbers)
         if self.real is not None:
             self.real = [part if isinstance(part, int) else part[chosen] for part in self.real]
+
+    def copy(self) -> "Rows":
+        """The same counters, counting on their own."""
+        return deepcopy(self)

@@ -1,1 +1,1 @@
-"""Ways to handle endless text, compared on one text: quality, time and memory."""
+"""Methods for endless text, compared on one text: perplexity, time and memory."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sinkwise.streaming.cache import SinkCache
-from sinkwise.streaming.comparison.compare import TIMED_STEPS, Method, dense_length, empty_cache
+from sinkwise.streaming.comparison.caches import dense_length, empty_cache
+from sinkwise.streaming.comparison.methods import TIMED_STEPS, Method
 from sinkwise.streaming.positions.decoder import decoder_of
 
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from sinkwise.streaming.cache import SinkCache
 from tests.oracles.positions import llama_logits
 
-from .families import FAMILIES, build, expected, fed, texts
+from ..families import FAMILIES, build, expected, fed, texts
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
