@@ -12,6 +12,9 @@ from sinkwise.errors import InputError
 from sinkwise.hosts.sites import attention_sites
 from sinkwise.mitigations.applying import mitigate, mitigated
 from sinkwise.mitigations.gate import SUBMODULE, Gate, HeadGate
+from sinkwise.mitigations.register_neurons import RegisterNeurons
+from sinkwise.mitigations.registers import Registers
+from sinkwise.mitigations.sink_logits import SinkLogits
 from sinkwise.scanning.fingerprint import facts
 from tests.models import build, run, tensors
 
@@ -167,6 +170,24 @@ def test_a_seed_decides_the_values_and_the_global_state_is_left_alone():
             drawn.append(gates(model)[0].proj.weight.clone())
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize(
+    "mitigation",
+    [Gate(init="paper"), Registers(2), SinkLogits(), RegisterNeurons(((0, 1),), 1)],
+    ids=lambda mitigation: mitigation.name,
+)
+def test_torchs_default_device_makes_no_difference(mitigation):
+    model, _ = build("timm-vit-sdpa")
+    states = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            handle = mitigate(model, mitigation)
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        handle.undo()
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name])
 
 
 def test_half_precision_stays_half_and_exact():

@@ -59,6 +59,14 @@ def test_dtype_is_kept():
     assert to_timm(ours).qkv.weight.dtype == torch.bfloat16
 
 
+def test_torchs_default_device_makes_no_difference():
+    theirs, q_proj = Attention(15, 3, gated=True), torch.nn.Linear(15, 48)
+    with torch.device("meta"):
+        ours, (_, gate) = from_timm(theirs), split_query_gate(q_proj, 3)
+    assert torch.equal(ours.gate.proj.weight, theirs.gate.weight)
+    assert gate.proj.weight.device.type == "cpu"
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -348,8 +348,12 @@ def test_capture_sees_the_keys_and_the_sink_apart(form):
 def test_unusable_modules_are_named():
     with pytest.raises(InputError, match="num_heads=0 must be at least 1"):
         SinkLogitAttention(0)
-    with pytest.raises(InputError, match="init=-inf must be finite"):
-        SinkLogitAttention(2, init=-math.inf)
+    for init in (-math.inf, math.inf, math.nan):
+        with pytest.raises(InputError, match=f"init={init} must be finite"):
+            SinkLogitAttention(2, init=init)
+    with pytest.raises(InputError, match=r"init=-100000.0 must be finite in torch.float16"):
+        SinkLogitAttention(2, init=-1e5, dtype=torch.float16)
+    assert SinkLogitAttention(2, init=-1e5, dtype=torch.bfloat16).logit.isfinite().all()
 
 
 @pytest.mark.parametrize("form", FORMS)

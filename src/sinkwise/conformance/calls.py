@@ -20,11 +20,11 @@ def check_output_is_unchanged(observed: Observation) -> None:
 
 
 def check_record_gives_the_output(observed: Observation) -> str:
-    r"""$\operatorname{softmax}(\mathrm{cap}(q k^\top \cdot \mathrm{scale}) + \mathrm{mask})\, v$,
-    recomputed in float64 with the sink logit, is the record's output.
+    r"""The fields of a record give its output, recomputed in float64.
 
-    If the fields of a record do not determine its map (`faithful=False`), its weights times v must
-    be the output.
+    The output is $\operatorname{softmax}(\mathrm{cap}(q k^\top \cdot \mathrm{scale}) +
+    \mathrm{mask})\, v$, with the sink logit in the denominator. If the fields of a record do not
+    determine its map (`faithful=False`), its weights times v must be the output.
     """
     unfaithful = []
     for record in observed.records:

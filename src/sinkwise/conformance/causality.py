@@ -1,4 +1,4 @@
-"""The check of causal order: which calls look back only, and do their maps say so?"""
+"""The check of causal order: which calls are causal, and are their maps lower triangular?"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ def check_causality(observed: Observation) -> str:
         tried = True
         other = observe(observed.model, inputs)
         pairs = enumerate(zip(observed.records, other.records, strict=True))
-        causal |= {index for index, (one, two) in pairs if _looks_back_only(observed, one, two)}
+        causal |= {index for index, (one, two) in pairs if _is_causal(observed, one, two)}
     if not tried:
         raise Skip("the inputs contain no sequence of tokens")
     for index in sorted(causal):
@@ -43,7 +43,7 @@ def check_causality(observed: Observation) -> str:
     return f"{len(causal)} of {len(observed.records)} calls are causal"
 
 
-def _looks_back_only(observed: Observation, one: AttentionRecord, two: AttentionRecord) -> bool:
+def _is_causal(observed: Observation, one: AttentionRecord, two: AttentionRecord) -> bool:
     if one.q.shape != two.q.shape or one.k.shape != two.k.shape or one.q.shape[2] < 2:
         return False
     if one.q.shape[2] != one.k.shape[2]:
@@ -52,8 +52,8 @@ def _looks_back_only(observed: Observation, one: AttentionRecord, two: Attention
     last = changed[:, -1] & ~changed[:, :-1].any(dim=-1)
     again = observed.recomputed(one).weights
     weights = again if one.weights is None else one.weights
-    last &= (weights[:, :, -1, -1] > 0).all(dim=1)  # unless the last key is padding
-    sees = sees_a_key(one, again)[last][:, :, :-1]  # nor is the query
+    last &= (weights[:, :, -1, -1] > 0).all(dim=1)  # no evidence if the last key is padding
+    sees = sees_a_key(one, again)[last][:, :, :-1]  # nor from padded queries
     before, after = (record.out[last][:, :, :-1].double()[sees] for record in (one, two))
     if not before.numel():
         return False

@@ -27,7 +27,7 @@ def check_values_per_kv_head(observed: Observation) -> None:
 
 
 def check_output_projection(observed: Observation) -> str:
-    r"""$\sum_h W_{O,h}\, \mathrm{out}_h$ plus the bias is the output of the projection.
+    r"""The output of the projection is $\sum_h W_{O,h}\, \mathrm{out}_h$ plus its bias.
 
     A gate between the heads and the projection is inferred from the projection's input; its factors
     must be between 0 and 1.

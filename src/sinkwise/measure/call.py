@@ -76,7 +76,7 @@ class CallMeter:
         With a screen, the candidates of long calls with a plain mask are found from a sample of the
         queries, seeded by `call_seed`; every number that is reported of a sink is exact then too.
         """
-        attention = self._received(record, tokens.real_queries, call_seed)
+        attention = self._received(record, tokens, call_seed)
         counts = attention.counts
         finite = _finite_heads(record, attention.mass, tokens.real_queries)
         causal = is_causal(counts, tokens.real_keys)
@@ -119,17 +119,14 @@ class CallMeter:
         )
 
     def _received(
-        self,
-        record: AttentionRecord,
-        real_queries: Bool[Tensor, "batch query"] | None,
-        call_seed: int,
+        self, record: AttentionRecord, tokens: CallTokens, call_seed: int
     ) -> ReceivedAttention:
-        counts = self.visibility.counts(record, real_queries)
-        if self.screen is not None and real_queries is None:
+        counts = self.visibility.counts(record, tokens.real_queries)
+        if self.screen is not None and tokens.real_queries is None and tokens.real_keys is None:
             found = received_screened(record, counts, self.screen, call_seed)
             if found is not None:
                 return found
-        return received_exactly(record, real_queries, counts)
+        return received_exactly(record, tokens.real_queries, counts)
 
     def _root(self, record: AttentionRecord) -> Tensor | None:
         """R of each head with |R v| = |layer_scale * W_O v|, or None where W_O is not known."""

@@ -75,6 +75,7 @@ class Gate(Mitigation):
                 kind=self.kind,
                 init=self.init,
                 generator=generator,
+                device=generator.device,  # also if torch's default device is another
             ).to(device=weight.device, dtype=weight.dtype)
             insertions.append(AddedModule(layer.attention, SUBMODULE, gate))
             if isinstance(layer.attention, nn.MultiheadAttention):

@@ -78,7 +78,7 @@ class NeuronRegister(RegisterTokens):
     """The added token: zero, not trained."""
 
     def __init__(self, dim: int, mitigation: RegisterNeurons) -> None:
-        super().__init__(1, dim, generator=torch.Generator())
+        super().__init__(1, dim, generator=torch.Generator(), device="cpu")
         nn.init.zeros_(self.tokens)
         self.tokens.requires_grad_(False)
         self._mitigation = mitigation

@@ -51,5 +51,11 @@ class Registers(Mitigation):
     def apply(
         self, model: nn.Module, generator: torch.Generator, insertions: list[Insertion]
     ) -> None:
-        tokens = RegisterTokens(self.count, token_width(model), std=self.std, generator=generator)
+        tokens = RegisterTokens(
+            self.count,
+            token_width(model),
+            std=self.std,
+            generator=generator,
+            device=generator.device,  # also if torch's default device is another
+        )
         prepend(model, tokens, insertions)

@@ -101,8 +101,7 @@ class SinkLogits(Mitigation):
                 raise InputError(f"cannot add sink logits to {path!r}: it has {why}")
             layers.append((path, attention, site.q))
         for path, attention, q in layers:
-            logits = HeadLogits(q.shape[0], self.softmax, self.init)
-            logits.to(device=q.device, dtype=q.dtype)
+            logits = HeadLogits(q.shape[0], self.softmax, self.init, q.device).to(q.dtype)
             if not logits.logit.isfinite().all():
                 raise InputError(
                     f"init={self.init} is not finite in {q.dtype}, the dtype of {path!r}"
@@ -116,10 +115,10 @@ class HeadLogits(nn.Module):
 
     logit: Float[Tensor, " head"]
 
-    def __init__(self, heads: int, softmax: SinkSoftmax, init: float) -> None:
+    def __init__(self, heads: int, softmax: SinkSoftmax, init: float, device: torch.device) -> None:
         super().__init__()
         self._softmax = softmax
-        logit = torch.full((heads,), float(init))
+        logit = torch.full((heads,), float(init), device=device)
         if softmax == "learnable":
             self.logit = nn.Parameter(logit)
         else:

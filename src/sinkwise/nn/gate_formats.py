@@ -51,6 +51,7 @@ def from_timm(attention: "Attention") -> GatedAttention:
         qkv_bias=bias,
         out_bias=attention.proj.bias is not None,
         generator=torch.Generator(),
+        device="cpu",
     ).to(attention.qkv.weight)
     state = {
         f"{name}.weight": part
@@ -141,7 +142,11 @@ def split_query_gate(q_proj: nn.Linear, num_heads: int) -> tuple[nn.Linear, Outp
         nn.Linear, q_proj.in_features, rows // 2, bias=q_proj.bias is not None
     ).to(q_proj.weight)
     gate = OutputGate(
-        rows // 2, num_heads, in_dim=q_proj.in_features, generator=torch.Generator()
+        rows // 2,
+        num_heads,
+        in_dim=q_proj.in_features,
+        generator=torch.Generator(),
+        device="cpu",
     ).to(q_proj.weight)
     biases = _halves(_bias(q_proj), num_heads)
     query.load_state_dict(

@@ -199,8 +199,11 @@ class SinkLogitAttention(nn.Module):
         super().__init__()
         if num_heads < 1:
             raise InputError(f"num_heads={num_heads} must be at least 1")
-        if not -float("inf") < init < float("inf"):
-            raise InputError(f"init={init} must be finite: a logit of -inf never gets a gradient")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not abs(init) <= torch.finfo(dtype).max:
+            raise InputError(
+                f"init={init} must be finite in {dtype}: a logit of -inf never gets a gradient"
+            )
         self.logit = nn.Parameter(torch.full((num_heads,), float(init), device=device, dtype=dtype))
 
     def forward(
