@@ -72,10 +72,10 @@ def llama_logits(model: Any, tokens: list[int], sinks: int, window: int) -> Tens
 
 @dataclass
 class Layer:
-    """How a layer of the model under test is to be seen."""
+    """How the oracle must treat a layer of the model under test."""
 
     speed: Tensor | None = None
-    """Radians a position, of each pair; None where keys do not turn."""
+    """Radians per position of each pair; None if keys do not rotate."""
     interleaved: bool = False
     window: int | None = None
     """The layer's own sliding window."""

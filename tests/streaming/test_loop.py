@@ -81,19 +81,23 @@ def test_processors_see_as_much_as_the_cache_holds() -> None:
     assert seen == [got[-2 - WINDOW - SINKS : -2], got[-1 - WINDOW - SINKS : -1]]
 
 
-def test_it_stops_tells_and_goes_on() -> None:
-    model, text, told = build("llama"), texts(13)[0].tolist(), []
+def test_it_stops_notifies_and_continues() -> None:
+    model, text, notified = build("llama"), texts(13)[0].tolist(), []
     cache = SinkCache(model, WINDOW, SINKS)
     free = list(stream(model, text, cache=cache, max_new_tokens=20))
     stopper = free[13 + 6].token
     cache.reset()
     got = list(
-        stream(model, text, cache=cache, max_new_tokens=None, stop={stopper}, callback=told.append)
+        stream(
+            model, text, cache=cache, max_new_tokens=None, stop={stopper}, callback=notified.append
+        )
     )
     first = [one.token for one in free].index(stopper, 13)
-    assert got == told and [one.token for one in got] == [one.token for one in free[: first + 1]]
+    assert got == notified and [one.token for one in got] == [
+        one.token for one in free[: first + 1]
+    ]
     assert cache.seen.item() == len(got)
-    # The next turn stands where the last one ended.
+    # The next call continues where the last one ended.
     more = texts(9, seed=8)[0].tolist()
     scores = [one.log_probability for one in stream(model, more, cache=cache)]
     whole = [one.token for one in got] + more

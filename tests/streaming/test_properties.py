@@ -64,7 +64,7 @@ class Life:
         self.texts: list[list[int]] = [[] for _ in range(self.draw(st.integers(1, 4)))]
         self.logits: list[list[Tensor]] = [[] for _ in self.texts]
         self.columns: list[list[bool]] = [[] for _ in self.texts]
-        self.gone = False
+        self.evicted = False
 
     def steps(self) -> None:
         """Token by token, without padding, as `generate` does."""
@@ -93,7 +93,7 @@ class Life:
             self.texts[row] += tokens[row][real[row]].tolist()
             self.logits[row] += list(out[row][real[row]])
             self.columns[row] += real[row].tolist()
-            self.gone |= len(self.texts[row]) > self.sinks + self.window
+            self.evicted |= len(self.texts[row]) > self.sinks + self.window
         self.invariants()
 
     def invariants(self) -> None:
@@ -118,7 +118,7 @@ class Life:
                 assert float((stored - one).abs().amax(1).min()) < TOLERANCE[self.dtype]
 
     def reorder(self) -> None:
-        """Rows in a new order, some twice, some gone."""
+        """Rows in a new order, some twice, some not at all."""
         batch = len(self.texts)
         order = self.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch))
         self.cache.reorder_cache(torch.tensor(order))
@@ -127,10 +127,10 @@ class Life:
                 setattr(self, name, [list(getattr(self, name)[row]) for row in order])
 
     def crop(self) -> None:
-        """Columns taken back; refused once something has gone."""
+        """Columns removed; refused after an eviction."""
         columns = len(self.columns[0])
         away = self.draw(st.integers(0, columns))
-        if self.gone and away:
+        if self.evicted and away:
             with pytest.raises(InputError, match="evicted"):
                 self.cache.crop(-away)
             return
@@ -167,7 +167,7 @@ class Life:
 @given(st.data())
 def test_lives_of_a_cache(data: st.DataObject) -> None:
     ahead = data.draw(st.integers(1, 30), label="positions until a re-base")
-    shifts = data.draw(st.integers(1, 9), label="shifts that sinks are turned for at once")
+    shifts = data.draw(st.integers(1, 9), label="shifts that sinks are rotated for at once")
     with (
         mock.patch.object(rows, "REBASE_AFTER", ahead),
         mock.patch.object(rotation, "MOST_SHIFTS", shifts),

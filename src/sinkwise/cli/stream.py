@@ -82,8 +82,8 @@ def stream(
         write_bytes(out / "perplexity.png", png(stream_figure(runs, title, cache_length)))
         if as_json:
             rows = stream_rows(runs, cache_length, times)
-            anew = restart_gap(runs)
-            over = {} if anew is None else {"over_restarted": asdict(anew)}
+            restarted = restart_gap(runs)
+            over = {} if restarted is None else {"over_restarted": asdict(restarted)}
             typer.echo(json.dumps({**facts, "cache_length": cache_length, "rows": rows, **over}))
             return
         from rich.console import Console

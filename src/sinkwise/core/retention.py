@@ -15,23 +15,26 @@ from sinkwise.errors import InputError
 
 @dataclass(frozen=True)
 class Retention:
-    """The first S and the last W tokens of a sequence: S + W slots, the last W of them a ring.
+    r"""Keep the first $S$ and the last $W$ tokens of a sequence, in $S + W$ slots.
 
-    Token j has slot j if j < S, else slot S + (j − S) mod W. The content of a slot never moves; the
-    token W later overwrites it.
+    After $n$ tokens these are tokens $0, …, S - 1$ (the sinks) and $n - W, …, n - 1$ (the window).
+    Token $j$ is in slot $j$ if $j < S$, else in slot $S + (j - S) \bmod W$. The last $W$ slots are
+    a ring: a token never moves, and token $j + W$ overwrites token $j$.
+
+    Two sinks and a window of three, after tokens 0 … 6:
 
     >>> Retention(num_sink_tokens=2, window_length=3).held(torch.tensor([7])).tolist()
     [[0, 1, 5, 6, 4]]
 
-    Raises InputError for a negative S or a W below 1.
+    Raises InputError for a negative $S$ or a $W$ below 1.
 
     Reference: Xiao et al., 2023, arXiv 2309.17453.
     """
 
     num_sink_tokens: int
-    """S, number of first tokens that are always kept; 0 gives a plain window."""
+    """$S$, number of first tokens that are always kept; 0 gives a plain window."""
     window_length: int
-    """W, number of most recent tokens that are kept, the newest (the query itself) included."""
+    """$W$, number of most recent tokens that are kept, the newest (the query itself) included."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_sink_tokens", 0), ("window_length", 1)):

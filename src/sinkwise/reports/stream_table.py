@@ -54,11 +54,11 @@ def restart_gap(runs: Sequence[MethodRun]) -> Gap | None:
     """How much worse a cache is than the same one restarted; None without a restarted one, or with
     fewer than two tokens to compare.
     """
-    anew = next((one for one in runs if one.method.restart_every), None)
-    if anew is None:
+    restarted = next((one for one in runs if one.method.restart_every), None)
+    if restarted is None:
         return None
-    method = replace(anew.method, restart_every=0)
-    found = gap(next(one for one in runs if one.method == method), anew)
+    method = replace(restarted.method, restart_every=0)
+    found = gap(next(one for one in runs if one.method == method), restarted)
     return found if found.tokens > 1 else None
 
 

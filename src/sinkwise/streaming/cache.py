@@ -19,12 +19,20 @@ from sinkwise.streaming.state import CacheState
 
 
 class SinkCache(Cache):
-    """A transformers cache for endless text: `num_sink_tokens` first and `window_length` last keys.
+    r"""A transformers cache of constant size for endless text.
 
-    Positions are cache positions: with S sinks and a window of W, a query that is token t ≥ S + W
-    of its row sees tokens 0 … S−1 at positions 0 … S−1, and t−W+1 … t at positions S … S+W−1.
-    `window_length` includes the query itself, and the cache holds S + W keys per layer; the
-    SinkCache that transformers removed counted the sinks into its window.
+    It keeps the keys and values of the first $S$ tokens (`num_sink_tokens`, the attention sinks)
+    and of the last $W$ (`window_length`, which includes the query itself), $S + W$ per layer. The
+    tokens between them are evicted. Without the sinks, the attention of most models breaks down
+    once the first tokens are out of the window.
+
+    Positions are cache positions. For a query that is token $t \ge S + W$ of its row, token $j$ is
+    at position
+
+    $$\begin{cases} j & j < S \\ j - (t - (S + W - 1)) & t - W < j \le t, \end{cases}$$
+
+    so the query is at $S + W - 1$, and no position is ever higher. (The SinkCache that transformers
+    removed counted the sinks into its window.)
 
     Pass it as `past_key_values` to the model or to `generate`, one turn of a conversation after the
     other. Rows may be padded on any side; the sinks of a row are its own first real tokens. A chunk

@@ -42,18 +42,23 @@ def stream(
     chunk_length: int = 64,
     callback: Callable[[StreamedToken], Any] | None = None,
 ) -> Iterator[StreamedToken]:
-    """Feed `tokens` (ids), then generate; yields every token with its score.
+    r"""Score the given token ids, then generate; yields every token with its log-probability.
 
-    `tokens` may be endless, and so may the generation (`max_new_tokens=None`; then `stop` or the
-    caller ends it): only the cache and a history of the cache's length are kept. `processors`
-    (transformers' own: temperature, top-p, repetition penalty, …) get that history. Given tokens
-    are fed `chunk_length` at a time; the scores do not depend on it. `sample=False` takes the most
-    probable token, `sample=True` draws one with `generator`. Without `cache`, a `SinkCache(model)`
-    is made and closed at the end. With one, the text continues from the cache's state, and the
-    last generated token is fed to it as well.
+    The log-probability of token $t$ is $\ln p(x_t)$ given the sinks and the window before it.
+    The perplexity of a text follows from it:
 
     >>> log_p = [one.log_probability for one in stream(model, ids)]        # doctest: +SKIP
     >>> perplexity = math.exp(-sum(log_p[1:]) / (len(log_p) - 1))          # doctest: +SKIP
+
+    `tokens` may be endless, and so may the generation (`max_new_tokens=None`; then `stop` or the
+    caller ends it): only the cache and a history of the cache's length are kept.
+
+    Given tokens are fed `chunk_length` at a time; their scores do not depend on it. Generation
+    takes the most probable token, or with `sample=True` draws one with `generator`. `processors`
+    are those of transformers (temperature, top-p, repetition penalty, …); they get the history.
+
+    Without `cache`, a `SinkCache(model)` is made and closed at the end. With one, the text
+    continues from the cache's state, and the last generated token is fed to it as well.
 
     Raises InputError for an id outside the vocabulary, a chunk length below 1, a negative number of
     new tokens, a generation without any token to start from, and a cache with more than one row.

@@ -27,8 +27,8 @@ class Method:
         """Its name in tables."""
         if self.kind == "sinks":
             window = self.cache_length - self.num_sink_tokens
-            anew = ", restarted" if self.restart_every else ""
-            return f"{self.num_sink_tokens} + {window}{anew}"
+            restarted = ", restarted" if self.restart_every else ""
+            return f"{self.num_sink_tokens} + {window}{restarted}"
         return {"window": f"0 + {self.cache_length}"}.get(self.kind, self.kind)
 
 
