@@ -1,1 +1,1 @@
-"""Readers of text and pictures."""
+"""Readers of text and images."""
