@@ -19,7 +19,8 @@ def test_caches_are_compared_and_runs_resumed(tmp_path: Path) -> None:
         vocab_size=len(tokenizer), hidden_size=24, intermediate_size=40, num_hidden_layers=2,
         num_attention_heads=3, pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    model: Any = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "book.txt").write_text(" ".join(words * 20), encoding="utf-8")
     options = ["--text", "book.txt", "--cache-length", 16, "--tokens", 90, "--recompute-every", 9]
@@ -34,6 +35,12 @@ def test_caches_are_compared_and_runs_resumed(tmp_path: Path) -> None:
     rows = json.loads(again.stdout)["rows"]
     assert [row["cache"] for row in rows] == ["dense", "0 + 16", "recompute", "4 + 12"]
     assert kept.stat().st_mtime_ns == before  # not done twice
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] += 0.5
+    model.save_pretrained(tmp_path / "model")
+    other = sinkwise("stream", "model", *options, "--num-sink-tokens", 4, "--json", cwd=tmp_path)
+    assert kept.stat().st_mtime_ns > before  # the weights changed
+    assert json.loads(other.stdout)["weights"] != json.loads(again.stdout)["weights"]
     anew = sinkwise("stream", "model", *options, "--restart-every", 40, cwd=tmp_path)
     assert "4 + 12, restarted" in anew.stdout and "restarted every 40 tokens" in anew.stdout
     anew = sinkwise("stream", "model", *options, "--restart-every", 40, "--json", cwd=tmp_path)

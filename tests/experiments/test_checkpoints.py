@@ -4,7 +4,7 @@ import math
 
 from sinkwise.experiments import checkpoints
 from sinkwise.experiments.experiment_run import run_experiment
-from sinkwise.scanning.fingerprint import own_code
+from sinkwise.storage.own_code import own_code
 from tests.experiments import shortened
 
 

@@ -14,9 +14,10 @@ import torch
 import sinkwise as sw
 from sinkwise.attention.screen import Screen
 from sinkwise.errors import InputError
+from sinkwise.hosts.weights import weights_checksum
 from sinkwise.scanning import batch_store as store
 from sinkwise.scanning.batch_store import remove_parts
-from sinkwise.scanning.fingerprint import facts, weights_checksum
+from sinkwise.scanning.fingerprint import facts
 from tests.planted import OddAttention, Planted, kinds, tokens
 from tests.scans import COMMAND, ENVIRONMENT, identical, models, sinkwise
 

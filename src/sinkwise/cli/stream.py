@@ -68,7 +68,7 @@ def stream(
             check_length(tokens, method)
         module = load(model, dtype=dtype, device=device)
         ids = text_tokens(module, text, tokens)
-        facts = resuming.facts(f"{model} {dtype}", ids, recompute_every)
+        facts = resuming.facts(module, f"{model} {dtype}", ids, recompute_every)
         runs = []
         for method in methods:
             one = resuming.load_run(method, facts, out)

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from sinkwise.scanning.fingerprint import own_code
 from sinkwise.storage.files import write_bytes
+from sinkwise.storage.own_code import own_code
 from sinkwise.synthetic.task import Task
 
 _TRAINING = ("synthetic", "nn", "attention")

@@ -1,21 +1,19 @@
 """What identifies a scan, so that batches measured under other conditions are never mixed in."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from sinkwise.attention.screen import Screen
-from sinkwise.data.batch import tensor_bits, without_addresses
+from sinkwise.data.batch import without_addresses
 from sinkwise.diagnosis.rules import Rules
+from sinkwise.hosts.weights import weights_checksum
 from sinkwise.storage.checksums import checksum
+from sinkwise.storage.own_code import own_code
 from sinkwise.storage.versions import versions
-
-SAMPLED = 64
-"""Values of each tensor that enter the checksum one by one; their sum is over all values."""
 
 
 def facts(
@@ -47,34 +45,6 @@ def facts(
         "versions": versions(),
         "sinkwise": own_code(),
     }
-
-
-def weights_checksum(model: nn.Module) -> str:
-    """Checksum of all parameters and buffers: of each its name, shape and dtype, the exact sum of
-    its bits as integers (independent of the order of addition), and some of its values.
-    """
-    return checksum(_weights(model))
-
-
-@torch.no_grad()
-def _weights(model: nn.Module) -> Iterator[bytes | str]:
-    for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        yield f"{name} {tuple(value.shape)} {value.dtype}"
-        bits = tensor_bits(value)
-        if bits is not None and bits.numel():
-            step = max(1, bits.numel() // SAMPLED)
-            yield bits[::step].cpu().to(torch.int64).numpy().tobytes()
-            yield str(int(bits.sum(dtype=torch.int64)))
-
-
-def own_code(*packages: str) -> str:
-    """Checksum of sinkwise's own files, all or those of some packages: a change there may change
-    any number that they compute.
-    """
-    root = Path(__file__).parents[1]
-    folders = [root / package for package in packages] or [root]
-    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-    return checksum(str(file.relative_to(root)).encode() + file.read_bytes() for file in files)
 
 
 def _code(function: Callable | None) -> str | None:

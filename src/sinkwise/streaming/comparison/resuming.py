@@ -5,16 +5,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from sinkwise.hosts.weights import weights_checksum
 from sinkwise.storage.checksums import checksum
 from sinkwise.storage.files import write_bytes
+from sinkwise.storage.own_code import own_code
+from sinkwise.storage.versions import versions
 from sinkwise.streaming.comparison.methods import Method
 from sinkwise.streaming.comparison.scoring import MethodRun
 
 
-def facts(name: str, tokens: list[int], every: int) -> dict[str, Any]:
-    """Everything except the method that determines a run."""
-    text = checksum(repr(tokens))
-    return {"model": name, "tokens": len(tokens), "checksum": text, "recompute_every": every}
+def facts(model: nn.Module, name: str, tokens: list[int], every: int) -> dict[str, Any]:
+    """Everything except the method that determines a run: weights, text, versions, own code."""
+    return {
+        "model": name,
+        "weights": weights_checksum(model),
+        "tokens": len(tokens),
+        "checksum": checksum(repr(tokens)),
+        "recompute_every": every,
+        "versions": versions(),
+        "sinkwise": own_code("attention", "core", "streaming", "interception", "mitigations", "nn"),
+    }
 
 
 def save_run(one: MethodRun, of: dict[str, Any], folder: Path) -> None:
