@@ -1,5 +1,6 @@
 """`Gate`: a sigmoid gate on the heads' outputs, in every attention layer of a model."""
 
+import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -116,11 +117,15 @@ class _GatedLayer(NamedTuple):
 
 
 class _GateHooks:
-    """Keeps the input of an attention layer until its W_O is called, and gates the input of W_O."""
+    """Keeps the input of an attention layer until its W_O is called, and gates the input of W_O.
+
+    Each thread has its own input: several may call the model at once.
+    """
 
     def __init__(self, layer: _GatedLayer, gate: OutputGate) -> None:
         self._layer, self._gate = layer, gate
-        self._x: Tensor | None = None
+        self._inputs: dict[int, Tensor | None] = {}
+        """The layer's input, by thread."""
 
     def register(self) -> list[Any]:
         attention, projection = self._layer.attention, self._layer.projection
@@ -135,11 +140,11 @@ class _GateHooks:
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        self._x = next((t for t in tensors if t.dim() >= 3 and t.is_floating_point()), None)
+        x = next((t for t in tensors if t.dim() >= 3 and t.is_floating_point()), None)
+        self._inputs[_thread()] = x
 
     def _project(self, module: nn.Module, args: tuple) -> tuple:
-        heads, x = args[0], self._x
-        self._x = None
+        heads, x = args[0], self._inputs.pop(_thread(), None)
         if x is None or x.shape != (*heads.shape[:-1], self._layer.in_dim):
             raise InputError(
                 f"the gate of {self._layer.path!r} needs that layer's input, of shape "
@@ -150,12 +155,16 @@ class _GateHooks:
         return (self._gate(heads, x), *args[1:])
 
     def _leave(self, module: nn.Module, args: tuple, out: Any) -> None:
-        if self._x is not None:
-            self._x = None
+        if self._inputs.pop(_thread(), None) is not None:
             raise InputError(
                 f"{self._layer.path!r} ran without calling its output projection, so its gate had "
                 "no effect; undo() removes the gate"
             )
+
+
+def _thread() -> int:
+    # torch.compile traces a single thread, and does not know get_ident.
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def _gated_layers(model: nn.Module) -> list[_GatedLayer]:
