@@ -13,7 +13,7 @@ from torch import Tensor
 from sinkwise.attention.rank import output_root
 from sinkwise.attention.screen import Screen
 from sinkwise.attention.tiles import statistics_dtype
-from sinkwise.core.layout import KINDS, name_first
+from sinkwise.core.layout import KINDS
 from sinkwise.core.records import AttentionRecord
 from sinkwise.diagnosis.rules import Rules
 from sinkwise.measure.call_tokens import CallTokens
@@ -106,7 +106,7 @@ class CallMeter:
             residual=residual,
         )
 
-        codes = tokens.codes if tokens.final or not causal else name_first(tokens.codes)
+        codes = tokens.causal_codes if causal else tokens.codes
         first = tokens.first_key(received.device)[:, None, None].expand(-1, received.shape[1], 1)
         return CallStatistics(
             codes=codes,

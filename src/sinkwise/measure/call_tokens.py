@@ -1,11 +1,13 @@
 """Which of a call's queries and keys count, and what its keys are."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkwise.core.layout import name_first
 from sinkwise.core.records import AttentionRecord
 
 
@@ -21,6 +23,11 @@ class CallTokens:
     """False for padding, which is never a sink; None: every key is real."""
     final: bool = False
     """Kinds stay as they are: the first token of a causal call is not renamed to `first`."""
+
+    @cached_property
+    def causal_codes(self) -> Int[Tensor, "batch key"]:
+        """`codes` for a causal call: `first` is named, unless the kinds are final."""
+        return self.codes if self.final else name_first(self.codes)
 
     def num_queries(self, record: AttentionRecord) -> Float[Tensor, "batch 1 1"]:
         """Real queries of each sample."""

@@ -31,9 +31,8 @@ class Observer:
         self._observed = Observed()
         self._basis = Basis()
         self._index = 0
-        self._layout: TokenLayout | None = None
-        self._real: Tensor | None = None
-        self._final = False
+        self._tokens: CallTokens | None = None
+        """Those of the layout, for calls whose queries and keys they are."""
 
     def begin(
         self,
@@ -51,9 +50,10 @@ class Observer:
         self._observed = Observed(SampleSums(samples=samples))
         if layout is not None and final:
             self._observed.layout_length = layout.length
-        self._index, self._layout, self._basis, self._final = index, layout, basis, final
-        real = None if layout is None else layout.real.to(device)
-        self._real = None if real is None or bool(real.all()) else real
+        self._index, self._basis, self._tokens = index, basis, None
+        if layout is not None:
+            real = None if bool(layout.real.all()) else layout.real.to(device)
+            self._tokens = CallTokens(layout.codes, real, real, final)
         self._meter.visibility.clear()
 
     def end(self, silent: Iterable[str]) -> Observed:
@@ -65,7 +65,9 @@ class Observer:
         self, block: Block, layer: int, before: Tensor, after: Tensor, normed: bool
     ) -> None:
         """Measure the residual stream before and after a block."""
-        real = None if self._has_other_tokens(block.name) else self._real
+        real = None
+        if self._tokens is not None and not self._has_other_tokens(block.name):
+            real = self._tokens.real_keys
         states = [self._residuals.statistics(x, real) for x in (before, after)]
         self._observed.sums.add_block(layer, states[0], states[1], real, normed)
 
@@ -79,7 +81,7 @@ class Observer:
             record.faithful = False
         batch, keys = record.q.shape[0], record.k.shape[2]
         observed.key_lengths.add(keys)
-        tokens = self._tokens(record)
+        tokens = self._tokens_of(record)
         x, residual = record.residual, None
         if x is not None and x.shape[1] == keys and not is_cross(record.name):
             residual = self._residuals.statistics(x, tokens.real_keys)
@@ -89,18 +91,17 @@ class Observer:
         windows = batch // observed.sums.samples
         observed.sums.add_call(record.layer, record.name, statistics, windows)
 
-    def _tokens(self, record: AttentionRecord) -> CallTokens:
+    def _tokens_of(self, record: AttentionRecord) -> CallTokens:
         """The tokens of a call: the layout's, if there are as many, else of unknown kind."""
         batch, _, queries, _ = record.q.shape
         keys = record.k.shape[2]
-        layout = self._layout
-        fits = layout is not None and (layout.batch, layout.length) == (batch, keys)
+        tokens = self._tokens
+        fits = tokens is not None and tokens.codes.shape == (batch, keys)
         self._observed.layout_fits |= fits
-        if layout is None or not fits or self._has_other_tokens(record.name):
+        if tokens is None or not fits or self._has_other_tokens(record.name):
             return CallTokens(TokenLayout.uniform("other", batch, keys).codes)
-        # Where queries are not the keys' tokens, no padding is known of either.
-        real = self._real if queries == keys else None
-        return CallTokens(layout.codes, real, real, self._final)
+        # Where the queries are not the tokens of the keys, no padding is known of either.
+        return tokens if queries == keys else CallTokens(tokens.codes, final=tokens.final)
 
     def _has_other_tokens(self, name: str) -> bool:
         """Whether a module of an encoder-decoder works on other tokens than the layout's."""
