@@ -213,6 +213,20 @@ def test_the_progress_follows_the_partial_file(fake, tmp_path):
     assert 100 in seen
 
 
+def test_the_progress_survives_folders_that_pip_removes(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "part").write_bytes(b"x" * 7)
+    scandir = os.scandir
+
+    def vanished(path):
+        if Path(path).name == "gone":
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanished)
+    assert wheels._largest(tmp_path) == 7
+
+
 # What another process runs: the fake package, with a pip that is the given script.
 OTHER = """
 import os, sys

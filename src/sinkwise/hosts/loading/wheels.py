@@ -83,11 +83,12 @@ def _largest(*folders: Path) -> int:
     """Bytes of the largest file: the wheel, which pip writes to a temporary file, then copies."""
     sizes = [0]
     for folder in folders:
-        for file in folder.rglob("*"):
-            try:
-                sizes.append(file.stat().st_size)
-            except OSError:  # pip moved it between the two calls
-                continue
+        for parent, _, names in os.walk(folder):  # skips a folder that pip removes meanwhile
+            for name in names:
+                try:
+                    sizes.append(os.stat(os.path.join(parent, name)).st_size)
+                except OSError:  # pip moved it between the two calls
+                    continue
     return max(sizes)
 
 
